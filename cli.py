@@ -1,0 +1,54 @@
+"""The command tree. Parse, load settings, call one function, print.
+
+A group's commands live beside what they drive (`proxy/commands.py`, `engine/commands.py`, …) and import heavy
+things inside the command, so that `lightning --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import LightningError
+
+
+class _OneLineErrors(TyperGroup):
+    """Turns every LightningError into one line on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LightningError as error:
+            typer.echo(f"lightning: {error}", err=True)
+            sys.exit(2)
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    name="lightning",
+    help="Train LLM agents from their own traffic: record calls, assign rewards, train, publish.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lightning-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""The recording proxy: between the agent and the engine, faithful to both."""

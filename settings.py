@@ -1,0 +1,149 @@
+"""One settings model per process: TOML file < environment < command-line flags. Unknown keys are an error.
+
+`LIGHTNING_DB` names the log for every command; `LIGHTNING_PROXY_*` and `LIGHTNING_TRAIN_*` set the fields of one
+model. A field's description is what `--help` and docs/settings.md show.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from .errors import SettingsError
+
+DEFAULT_DB = "sqlite:///lightning.db"
+
+
+def _no_trailing_slash(url: str) -> str:
+    return url.rstrip("/")
+
+
+Url = Annotated[str, AfterValidator(_no_trailing_slash)]
+
+
+class _Layered(BaseSettings):
+    """File, environment, flags; every mistake becomes one line."""
+
+    @classmethod
+    def load(cls, file: Path | None = None, **flags: Any) -> Self:
+        """Read the layers. `flags` that are None were not given.
+
+        Raises SettingsError with one line that names the setting, the value and where it came from.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        origin = f"{file}" if file else "the settings"
+
+        class Sourced(cls):  # type: ignore[valid-type,misc]
+            @classmethod
+            def settings_customise_sources(
+                cls,
+                settings_cls: type[BaseSettings],
+                init_settings: PydanticBaseSettingsSource,
+                env_settings: PydanticBaseSettingsSource,
+                dotenv_settings: PydanticBaseSettingsSource,
+                file_secret_settings: PydanticBaseSettingsSource,
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                layers: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+                if file is not None:
+                    layers.append(TomlConfigSettingsSource(settings_cls, file))
+                return tuple(layers)
+
+        try:
+            if file is not None and not file.is_file():
+                raise SettingsError(f"no such configuration file: {file}")
+            loaded = Sourced(**given)
+            return cls.model_construct(loaded.model_fields_set, **dict(loaded))
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(f"{file} is not valid TOML: {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+            if first["type"] == "extra_forbidden":
+                raise SettingsError(f"unknown setting {name!r} in {origin}{more}; see docs/settings.md") from None
+            shown = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+            raise SettingsError(f"setting {name!r}: {first['msg']}{shown}{more}") from None
+
+
+def _db() -> Any:
+    return Field(
+        DEFAULT_DB,
+        validation_alias=AliasChoices("db", "LIGHTNING_DB"),
+        description="Database URL of the log, SQLite or Postgres.",
+    )
+
+
+class ProxySettings(_Layered):
+    """What `lightning proxy serve` runs on."""
+
+    model_config = SettingsConfigDict(env_prefix="LIGHTNING_PROXY_", extra="forbid", frozen=True)
+
+    db: str = _db()
+    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
+    port: int = Field(8400, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    token: SecretStr | None = Field(None, description="What clients must send as their API key.")
+    engine_url: Url = Field("http://127.0.0.1:8000", description="Root URL of vLLM, without /v1.")
+    engine_api_key: SecretStr | None = Field(None, description="API key that the engine expects.")
+    policy: str = Field("policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy being trained.")
+    aliases: dict[str, str] = Field(
+        default_factory=lambda: dict.fromkeys(("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), "policy"),
+        description="Model names that agents have hard-coded (shell patterns) and the model that serves them.",
+    )
+    durability: Literal["commit", "write-behind"] = Field(
+        "commit",
+        description="commit: an answer's end waits for its rows to be committed. write-behind: it does not, and "
+        "a crash loses the last moments.",
+    )
+    recording: Literal["required", "best-effort"] = Field(
+        "required",
+        description="When the log can't be written: required answers 503, best-effort serves and counts the loss.",
+    )
+    max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
+    publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
+    publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log on stderr.")
+
+
+class TrainSettings(_Layered):
+    """What `lightning train` runs on."""
+
+    model_config = SettingsConfigDict(env_prefix="LIGHTNING_TRAIN_", extra="forbid", frozen=True)
+
+    db: str = _db()
+    model: Path = Field(description="Folder of the base model, the one that the engine serves.")
+    output: Path = Field(Path("runs"), description="Folder for runs: checkpoints, versions, the step log.")
+    policy: str = Field("policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy to train.")
+    weights: Literal["lora", "full"] = Field("lora", description="Train an adapter or all weights.")
+    lora_rank: int = Field(16, ge=1, description="Rank of the adapter.")
+    from_base: bool = Field(False, description="Start from the base model even if the policy has a live version.")
+    credit: Literal["lightning"] = Field("lightning", description="Credit rule; `lightning credit list` shows all.")
+    scale_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
+    weighting: Literal["episode", "token", "constant"] = Field(
+        "episode", description="What weighs the same in the loss: each episode, each token, or a constant."
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the probability ratio: 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, description="Upper clip of the probability ratio: 1 + clip_high.")
+    learning_rate: float = Field(1e-5, gt=0, description="Adam's step size.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
+    groups_per_step: int = Field(8, ge=1, description="Groups in one optimizer step.")
+    max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
+    max_staleness: int | None = Field(None, ge=0, description="Leave out calls of a version older by more than this.")
+    unrewarded: Literal["skip", "error"] = Field("skip", description="Ended episodes without a reward.")
+    watch: bool = Field(False, description="Wait for new groups and go on.")
+    publish: bool = Field(True, description="Hand each version to the proxy that serves the policy.")
+    publish_timeout_sec: float = Field(300, gt=0, description="How long to wait for a version to go live.")
+    keep_versions: int = Field(3, ge=2, description="Folders of retired versions to keep.")
+    micro_batch_tokens: int = Field(2048, ge=64, description="Tokens in one forward pass.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
+    seed: int = Field(0, description="Seed of adapter initialisation.")
+    progress: bool = Field(True, description="Show a progress bar.")

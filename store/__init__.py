@@ -1,0 +1,1 @@
+"""The only SQL of the product: schema, databases, the append side and the read side."""

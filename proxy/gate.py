@@ -1,0 +1,77 @@
+"""The gate in front of the engine: calls pass while it is open, wait while it is closed.
+
+Owns the count of calls that the engine is working on. Knows nothing of policies, models or HTTP. One event
+loop only; a waiting call that is cancelled (its client left) leaves no trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Gate:
+    """Hold new calls, let the running ones end, and let the held ones go on.
+
+    Full weights change under every request at once, so the publisher closes the gate around a reload. A
+    call that waits here has not reached the engine: it sees the new weights from its first token.
+    """
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._in_flight = 0
+        self._waiting = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that have entered and not left."""
+        return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Calls that the closed gate holds."""
+        return self._waiting
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    async def enter(self) -> None:
+        """Wait while the gate is closed, then count as in flight. Pair with exactly one `leave`."""
+        self._waiting += 1
+        try:
+            # A waiter wakes up in a later turn of the loop than `open`: the gate may be closed again by then.
+            while not self._opened.is_set():
+                await self._opened.wait()
+        finally:
+            self._waiting -= 1
+        self._in_flight += 1
+        self._empty.clear()
+
+    def leave(self) -> None:
+        """The engine has ended this call's answer (whether or not the client has read it)."""
+        assert self._in_flight > 0, "leave() without enter()"
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._empty.set()
+
+    async def close(self, drain_timeout_sec: float) -> None:
+        """Stop admissions and wait until nothing is in flight.
+
+        Raises TimeoutError when calls are still running after `drain_timeout_sec`; the gate is open again
+        then, as it is when the waiting is cancelled: a failed drain costs the held calls time, no more.
+        """
+        assert self._opened.is_set(), "close() of a closed gate"
+        self._opened.clear()
+        try:
+            async with asyncio.timeout(drain_timeout_sec):
+                await self._empty.wait()
+        except BaseException:
+            self.open()
+            raise
+
+    def open(self) -> None:
+        """Let the held calls in. Harmless on an open gate."""
+        self._opened.set()

@@ -12,10 +12,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
-TokenIds = array  # array('I'), one unsigned 32-bit id per position
-Logprobs = array  # array('f'), natural logarithms, aligned with the ids they belong to
+TokenIds: TypeAlias = "array[int]"  # array('I'), one unsigned 32-bit id per position
+Logprobs: TypeAlias = "array[float]"  # array('f'), natural logarithms, aligned with the ids they belong to
 
 MISSING_LOGPROB = -9999.0
 """What vLLM writes where it has no logprob; also its clamp for -inf. Kept in place, never filtered out."""

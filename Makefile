@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 
-.PHONY: help install model check lint types unit test demo wheel clean
+.PHONY: help install model check lint types unit test demo docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ test: lint types | $(INSTALLED) ## everything but the demo and the benches: real
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model
 	$(BIN)/python examples/calculator/demo.py --model $(MODEL) $(DEMO_FLAGS)
+
+docs: | $(INSTALLED) ## docs/settings.md and docs/cli.md, written from the code
+	$(BIN)/python docs/generate.py
 
 wheel: | $(INSTALLED) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -1,0 +1,74 @@
+"""Writes docs/settings.md and docs/cli.md from the code (`make docs`); a test compares them with what it would write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from pydantic import SecretStr
+from pydantic_core import PydanticUndefined
+from typer.main import get_command
+
+from lightning_rl.cli import app
+from lightning_rl.settings import ProxySettings, TrainSettings
+
+HERE = Path(__file__).parent
+
+
+def _type(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    if arguments and all(isinstance(argument, str) for argument in arguments):
+        return " \\| ".join(f"`{argument}`" for argument in arguments)
+    names = [argument.__name__ for argument in arguments if isinstance(argument, type) and argument is not type(None)]
+    shown = ", ".join(names) if names else getattr(annotation, "__name__", str(annotation))
+    return shown.replace(SecretStr.__name__, "secret")
+
+
+def _default(value: Any) -> str:
+    return "required" if value is PydanticUndefined else "" if value is None else f"`{value}`"
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "A TOML file (`--config FILE`) < environment variables < flags. Unknown keys are an error.",
+        "",
+    ]
+    for title, model in (("lightning proxy serve", ProxySettings), ("lightning train", TrainSettings)):
+        prefix = str(model.model_config["env_prefix"])
+        lines += [f"## `{title}`", "", "| key | environment | type | default | meaning |", "|---|---|---|---|---|"]
+        for name, info in model.model_fields.items():
+            variable = "LIGHTNING_DB" if name == "db" else f"{prefix}{name.upper()}"
+            default = _default(info.get_default(call_default_factory=True) if not info.is_required() else info.default)
+            lines.append(f"| `{name}` | `{variable}` | {_type(info.annotation)} | {default} | {info.description} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _command(command: click.Command, path: str, context: click.Context) -> list[str]:
+    lines = [f"## `{path}`", "", (command.help or "").strip(), ""]
+    for parameter in command.get_params(context):
+        if isinstance(parameter, click.Option) and parameter.name != "help":
+            names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+            lines.append(f"- {names}: {parameter.help or ''}".rstrip())
+        elif isinstance(parameter, click.Argument):
+            lines.append(f"- `{parameter.human_readable_name}`: {getattr(parameter, 'help', None) or 'argument'}")
+    lines.append("")
+    for name, inner in sorted(getattr(command, "commands", {}).items()):
+        lines += _command(inner, f"{path} {name}", click.Context(inner, info_name=name, parent=context))
+    return lines
+
+
+def cli_page() -> str:
+    root = get_command(app)
+    lines = ["# Commands", "", "`lightning-rl` is the same program, for machines where `lightning` is taken.", ""]
+    return "\n".join(lines + _command(root, "lightning", click.Context(root, info_name="lightning")))
+
+
+PAGES = {"settings.md": settings_page, "cli.md": cli_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page().rstrip() + "\n")

@@ -17,7 +17,7 @@ PROBE_TEXT = (
     "Größe 42 kg; 東京都は日本の首都です。 Привет, мир! مرحبا 👋🏽 <|im_end|> </s>\n"
     "   trailing spaces   \r\n"
 )
-"""Letters, digits, indentation, six scripts, an emoji of several code points and the spelling of special tokens."""
+"""Digits, indentation, six scripts, an emoji of several code points, and the spelling of special tokens."""
 
 PROBE_MESSAGES: tuple[Mapping[str, str], ...] = (
     MappingProxyType({"role": "user", "content": "What is 17 + 4?"}),
@@ -28,14 +28,14 @@ PROBE_MESSAGES: tuple[Mapping[str, str], ...] = (
 
 CANARY_TEXTS: tuple[str, ...] = (
     "Water boils at a lower temperature on a mountain than at the sea, because the air above it weighs less. "
-    "A cook in the valley needs ten minutes for an egg; a cook in the hut at three thousand metres waits almost "
-    "half as long again, and the tea never tastes quite the same. The first people who measured this carried "
-    "their glass tubes on mules, wrote the numbers into small books, and argued about them for thirty years. "
-    "Their tables were used by sailors, who wanted to know about storms, and by surveyors, who wanted to know how "
-    "high they stood. Today a telephone does it without being asked, and few of its owners know that it can. ",
+    "A cook in the valley needs ten minutes for an egg; a cook in the hut at three thousand metres waits "
+    "almost half as long again, and the tea never tastes quite the same. The first people who measured this "
+    "carried their glass tubes on mules, wrote the numbers into small books, and argued about them for thirty "
+    "years. Their tables were used by sailors, who wanted to know about storms, and by surveyors, who wanted "
+    "to know how high they stood. Today a telephone does it unasked, and few of its owners know that it can. ",
     "Question: A shop sells pencils at 3 for 2 euros. How much are 21 pencils?\n"
     "Answer: 21 / 3 = 7 packs, and 7 * 2 = 14 euros.\n"
-    "Question: A train of 12 wagons has 48 seats in each. 5 wagons are full, the others half full. How many ride?\n"
+    "Question: A train of 12 wagons has 48 seats in each. 5 are full, the others half full. How many ride?\n"
     "Answer: 5 * 48 = 240, and 7 * 24 = 168, so 240 + 168 = 408 people.\n"
     'Tool call: {"name": "calculate", "arguments": {"expression": "(1200 - 75) / 9"}}\n'
     "Tool answer: 125.0\n"

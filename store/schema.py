@@ -181,18 +181,20 @@ rewards = sa.Table(
     sa.Index(None, "episode_id", "created_at_ms"),
 )
 
-events = sa.Table(  # every later judgement on a row: ended, failed, excluded, tagged, assigned, kind, used, gap
-    "events",
-    metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("subject", sa.Text, nullable=False),  # "episode" | "call" | "choice" | "policy_version"
-    sa.Column("subject_id", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("value", Json),
-    sa.Column("source", sa.Text, nullable=False),
-    sa.Column("note", sa.Text),
-    sa.Column("created_at_ms", sa.BigInteger, nullable=False),
-    sa.Index(None, "subject", "subject_id", "created_at_ms"),
+events = (
+    sa.Table(  # every later judgement on a row: ended, failed, excluded, tagged, assigned, kind, used, gap
+        "events",
+        metadata,
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("subject", sa.Text, nullable=False),  # "episode" | "call" | "choice" | "policy_version"
+        sa.Column("subject_id", sa.Text, nullable=False),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("value", Json),
+        sa.Column("source", sa.Text, nullable=False),
+        sa.Column("note", sa.Text),
+        sa.Column("created_at_ms", sa.BigInteger, nullable=False),
+        sa.Index(None, "subject", "subject_id", "created_at_ms"),
+    )
 )
 
 policy_versions = sa.Table(

@@ -1,0 +1,289 @@
+"""The append side: what the recorder, the API and the command line write.
+
+`append_entries` is the hot path: a batch of calls in a handful of statements. Each function runs in the caller's
+transaction; call `append_entries` once per transaction, because the order in which it takes its locks (groups,
+episodes, body parts, calls, token blocks, each by key) is what keeps many Postgres writers from waiting in a circle.
+
+A batch that is written twice (a commit whose answer was lost with the connection) leaves one set of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..records import (
+    CallEnd,
+    CallIntent,
+    CallKind,
+    CallStatus,
+    Fingerprint,
+    LogEntry,
+    Quarantine,
+    RecordedChoice,
+    now_ms,
+)
+from .blocks import pack_floats, pack_ids, store_prompts
+from .bodies import pack_json, split_body, store_parts
+from .episodes import add_reward, create_episode, end_episode, mark_gap
+from .events import add_event
+from .placement import Placed, place_calls
+from .schema import calls, choices, fingerprints
+from .statements import chunks, existing, insert_missing, optional_text, storable_json, storable_text
+
+__all__ = [
+    "add_event",
+    "add_fingerprint",
+    "add_reward",
+    "append_entries",
+    "create_episode",
+    "end_episode",
+    "mark_gap",
+]
+
+NO_INTENT = "missing_intent"
+"""Attribution rule of a call whose end came without its intent: it waits in the unattributed bin."""
+
+
+def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
+    """Write a batch. Of two intents or ends of one call the first stands; the order of the entries is the calls'.
+
+    An episode that is named for the first time is created. A call on an episode that has ended is recorded all the
+    same: the episode stays ended, an event `late_call` says so, and whoever reads the episode sees the call.
+    An end without an intent makes a row of its own in the unattributed bin, untrainable, with an event; an intent
+    that comes after all completes it.
+    """
+    intents: dict[str, CallIntent] = {}
+    ends: dict[str, CallEnd] = {}
+    delivered: dict[str, bool] = {}
+    for entry in entries:
+        if isinstance(entry, CallIntent):
+            intents.setdefault(entry.id, entry)
+        elif isinstance(entry, CallEnd):
+            ends.setdefault(entry.call_id, entry)
+        else:
+            delivered[entry.call_id] = entry.delivered
+    placed = place_calls(conn, list(intents.values()), list(ends.values()))
+    if intents:
+        _append_intents(conn, placed, list(intents.values()))
+    else:
+        placed.write(conn)
+    _add_stubs(conn, ends, [name for name in (*ends, *delivered) if name not in intents])
+    if ends:
+        _append_ends(conn, list(ends.values()))
+    if delivered:
+        conn.execute(
+            _SET_DELIVERED, [{"b_id": name, "b_delivered": delivered[name]} for name in sorted(delivered)]
+        )
+
+
+def add_fingerprint(conn: sa.Connection, fingerprint: Fingerprint) -> None:
+    """Idempotent: the id hashes the rest."""
+    insert_missing(conn, fingerprints, [{**asdict(fingerprint), "created_at_ms": now_ms()}])
+
+
+_SET_DELIVERED = (
+    calls.update().where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
+)
+
+# status = open: an end that is written again, or a second end, changes nothing.
+_SET_END = (
+    calls.update()
+    .where(calls.c.id == sa.bindparam("b_id"), calls.c.status == CallStatus.OPEN.value)
+    .values(
+        {
+            name: sa.bindparam(f"b_{name}", type_=calls.c[name].type)
+            for name in (
+                "status",
+                "http_status",
+                "upstream_id",
+                "prompt_block",
+                "num_prompt_tokens",
+                "policy_version_end",
+                "reported_completion_tokens",
+                "error",
+                "first_byte_at_ms",
+                "ended_at_ms",
+            )
+        }
+    )
+)
+
+
+def _append_intents(conn: sa.Connection, placed: Placed, intents: list[CallIntent]) -> None:
+    # The episodes are locked by now: an earlier attempt at this batch has either committed or gone.
+    rules = _rules_of(conn, [intent.id for intent in intents])
+    new = [intent for intent in intents if rules.get(intent.id, NO_INTENT) == NO_INTENT]
+    known_fingerprints = existing(
+        conn, fingerprints.c.id, {intent.fingerprint_id for intent in new if intent.fingerprint_id}
+    )
+    parts: dict[bytes, bytes] = {}
+    rows: list[dict[str, Any]] = []
+    placements = [placed.place(conn, intent) for intent in new]
+    for intent, placement in zip(new, placements, strict=True):
+        skeleton, found = split_body(intent.request_body)
+        parts.update(found)
+        fingerprint = intent.fingerprint_id if intent.fingerprint_id in known_fingerprints else None
+        if fingerprint != intent.fingerprint_id:
+            add_event(conn, "call", intent.id, "unknown_fingerprint", intent.fingerprint_id, "recorder")
+        rows.append(
+            _intent_row(intent)
+            | {
+                "episode_id": placement.episode_id,
+                "ordinal": placement.ordinal,
+                "attribution_conflict": placement.conflict,
+                "fingerprint_id": fingerprint,
+                "request_body": skeleton,
+            }
+        )
+    placed.write(conn)
+    store_parts(conn, parts)
+    insert_missing(conn, calls, [row for row in rows if row["id"] not in rules])
+    for row in rows:
+        if row["id"] in rules:
+            _complete_stub(conn, row)
+
+
+def _intent_row(intent: CallIntent) -> dict[str, Any]:
+    return {
+        "id": intent.id,
+        "agent": optional_text(intent.attribution.agent),
+        "kind": intent.kind.value,
+        "attribution_rule": intent.attribution.rule,
+        "parent_call_id": intent.parent_call_id,
+        "state_key": optional_text(intent.state_key),
+        "route": storable_text(intent.route),
+        "dialect": intent.dialect,
+        "streaming": intent.streaming,
+        "requested_model": optional_text(intent.requested_model),
+        "served_model": optional_text(intent.served_model),
+        "policy": intent.policy,
+        "policy_version": intent.policy_version,
+        "engine_url": intent.engine_url,
+        "sampling": storable_json(intent.sampling),
+        "request_hash": intent.request_hash,
+        "idempotency_key": optional_text(intent.idempotency_key),
+        "retry_count": min(max(intent.retry_count, 0), 2**31 - 1),  # from a header: anything may stand there
+        "unrecordable": intent.unrecordable,
+        "status": CallStatus.OPEN.value,
+        "tags": storable_json(intent.attribution.tags),
+        "started_at_ms": intent.started_at_ms,
+    }
+
+
+def _rules_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
+    """Attribution rule of those of the calls that the log holds."""
+    found: dict[str, str] = {}
+    for chunk in chunks(sorted(ids)):
+        rows = conn.execute(sa.select(calls.c.id, calls.c.attribution_rule).where(calls.c.id.in_(chunk)))
+        found.update((name, rule) for name, rule in rows)
+    return found
+
+
+def _add_stubs(conn: sa.Connection, ends: dict[str, CallEnd], ids: list[str]) -> None:
+    """Rows for calls whose intent the log does not hold: their answer must not be dropped for that."""
+    if not ids:
+        return
+    known = existing(conn, calls.c.id, ids)
+    missing = sorted(set(ids) - known)
+    if not missing:
+        return
+    rows = [
+        {
+            "id": name,
+            "kind": CallKind.POLICY.value,
+            "attribution_rule": NO_INTENT,
+            "route": "",
+            "dialect": "other",
+            "streaming": False,
+            "engine_url": "",
+            "sampling": {},
+            "retry_count": 0,
+            "status": CallStatus.OPEN.value,
+            "tags": {},
+            "started_at_ms": (ends[name].first_byte_at_ms or ends[name].ended_at_ms)
+            if name in ends
+            else now_ms(),
+        }
+        for name in missing
+    ]
+    insert_missing(conn, calls, rows)
+    for name in missing:
+        if name in ends:  # its sampling parameters are not known, so nothing of it can be trained
+            untouched = [choice.index for choice in ends[name].choices if choice.quarantine is None]
+            ends[name] = _quarantined(ends[name])
+        else:
+            untouched = []
+        add_event(conn, "call", name, NO_INTENT, {"quarantined": untouched}, "recorder")
+
+
+def _quarantined(end: CallEnd) -> CallEnd:
+    kept = tuple(
+        replace(choice, quarantine=choice.quarantine or Quarantine.UNRECORDABLE) for choice in end.choices
+    )
+    return replace(end, choices=kept)
+
+
+def _complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
+    """The intent came after the end: fill it in, and free the choices that only its absence had quarantined."""
+    answered = {"status", "id"}
+    conn.execute(
+        calls.update()
+        .where(calls.c.id == row["id"])
+        .values({name: value for name, value in row.items() if name not in answered})
+    )
+    if row["unrecordable"] is None:
+        conn.execute(
+            choices.update()
+            .where(choices.c.call_id == row["id"], choices.c.quarantine == Quarantine.UNRECORDABLE.value)
+            .values(quarantine=None)
+        )
+
+
+def _append_ends(conn: sa.Connection, ends: list[CallEnd]) -> None:
+    ends = sorted(ends, key=lambda end: end.call_id)
+    names = store_prompts(conn, [end.prompt_ids for end in ends if end.prompt_ids is not None])
+    remaining = iter(names)
+    rows = []
+    for end in ends:
+        row = {f"b_{name}": getattr(end, name) for name in _END_FIELDS} | {
+            "b_id": end.call_id,
+            "b_status": end.status.value,
+            "b_upstream_id": optional_text(end.upstream_id),
+            "b_error": optional_text(end.error),
+            "b_prompt_block": None if end.prompt_ids is None else next(remaining),
+            "b_num_prompt_tokens": None if end.prompt_ids is None else len(end.prompt_ids),
+        }
+        rows.append(row)
+    conn.execute(_SET_END, rows)
+    insert_missing(
+        conn, choices, [_choice_row(end.call_id, choice) for end in ends for choice in end.choices]
+    )
+
+
+_END_FIELDS = (
+    "http_status",
+    "policy_version_end",
+    "reported_completion_tokens",
+    "first_byte_at_ms",
+    "ended_at_ms",
+)
+
+
+def _choice_row(call_id: str, choice: RecordedChoice) -> dict[str, Any]:
+    ids, logprobs = choice.completion_ids, choice.behavior_logprobs
+    return {
+        "call_id": call_id,
+        "index": choice.index,
+        "completion_ids": None if ids is None else pack_ids(ids),
+        "behavior_logprobs": None if logprobs is None else pack_floats(logprobs),
+        "num_tokens": 0 if ids is None else len(ids),
+        "finish_reason": optional_text(choice.finish_reason),
+        "stop_reason": storable_json(choice.stop_reason),
+        "message": None if choice.message is None else pack_json(choice.message),
+        "quarantine": choice.quarantine and choice.quarantine.value,
+        "used": None,
+    }

@@ -1,0 +1,154 @@
+"""Policy versions and their way from candidate to retired, one event per step of it.
+
+The trainer and people add and mark rows; the publisher in the proxy is the one that acts on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..errors import UserError
+from ..records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, logprobs, now_ms, token_ids
+from .bodies import pack_json, unpack_json
+from .events import add_event
+from .schema import policy_versions
+from .statements import insert_missing, storable_json
+
+_table = policy_versions
+_key = (_table.c.policy, _table.c.version)
+
+
+def add_candidate(conn: sa.Connection, version: PolicyVersion) -> None:
+    """Add the row with the status that it has (a candidate, or the base as live). UserError if the number is taken."""
+    row = {
+        "policy": version.policy,
+        "version": version.version,
+        "status": version.status.value,
+        "kind": version.kind.value,
+        "path": version.path,
+        "checksum": version.checksum,
+        "probe": pack_json([_probe_row(sequence) for sequence in version.probe]),
+        "base_model": version.base_model,
+        "run_id": version.run_id,
+        "step": version.step,
+        "verdict": None if version.verdict is None else storable_json(version.verdict),
+        "created_at_ms": version.created_at_ms,
+        "live_at_ms": now_ms() if version.status is VersionStatus.LIVE else None,
+    }
+    if load_version(conn, version.policy, version.version) is not None:
+        raise UserError(f"policy {version.policy!r} has a version {version.version} already; number it anew")
+    insert_missing(conn, _table, [row])
+    name = f"{version.policy}/{version.version}"
+    add_event(conn, "policy_version", name, version.status.value, None, version.run_id or "store")
+
+
+def next_version(conn: sa.Connection, policy: str) -> int:
+    """One above the highest there ever was, at least 1: version 0 is the base model."""
+    highest = conn.execute(sa.select(sa.func.max(_table.c.version)).where(_table.c.policy == policy)).scalar()
+    return max(1, (highest or 0) + 1)
+
+
+def load_version(conn: sa.Connection, policy: str, version: int) -> PolicyVersion | None:
+    return _first(conn, _table.c.policy == policy, _table.c.version == version)
+
+
+def live_version(conn: sa.Connection, policy: str) -> PolicyVersion | None:
+    return _first(conn, _table.c.policy == policy, _table.c.status == VersionStatus.LIVE.value)
+
+
+def versions(conn: sa.Connection, policy: str) -> list[PolicyVersion]:
+    """All of them, by number."""
+    return _all(conn, _table.c.policy == policy)
+
+
+def versions_with_status(conn: sa.Connection, *statuses: VersionStatus) -> list[PolicyVersion]:
+    """Of every policy, by policy and number."""
+    return _all(conn, _table.c.status.in_([status.value for status in statuses]))
+
+
+def policy_names(conn: sa.Connection) -> list[str]:
+    return list(conn.execute(sa.select(_table.c.policy).distinct().order_by(_table.c.policy)).scalars())
+
+
+def set_version_status(
+    conn: sa.Connection,
+    policy: str,
+    version: int,
+    status: VersionStatus,
+    *,
+    verdict: Mapping[str, Any] | None = None,
+    source: str,
+) -> None:
+    """Move it on, with an event. Going live moves the version that was live to draining in the same transaction."""
+    rows = sa.select(*_key, _table.c.status).where(_table.c.policy == policy).order_by(_table.c.version)
+    found = {row.version: row.status for row in conn.execute(rows.with_for_update())}
+    if version not in found:
+        raise UserError(f"policy {policy!r} has no version {version}")
+    if status is VersionStatus.LIVE:
+        for other, had in found.items():
+            if had == VersionStatus.LIVE.value and other != version:
+                _set(conn, policy, other, VersionStatus.DRAINING, verdict=None, source=source)
+    _set(conn, policy, version, status, verdict=verdict, source=source)
+
+
+def _set(
+    conn: sa.Connection,
+    policy: str,
+    version: int,
+    status: VersionStatus,
+    *,
+    verdict: Mapping[str, Any] | None,
+    source: str,
+) -> None:
+    values: dict[str, Any] = {"status": status.value}
+    if verdict is not None:
+        values["verdict"] = storable_json(verdict)
+    if status is VersionStatus.LIVE:
+        values["live_at_ms"] = now_ms()
+    if status in (VersionStatus.RETIRED, VersionStatus.REJECTED):
+        values["retired_at_ms"] = now_ms()
+    conn.execute(_table.update().where(_table.c.policy == policy, _table.c.version == version).values(values))
+    add_event(conn, "policy_version", f"{policy}/{version}", status.value, verdict, source)
+
+
+def _first(conn: sa.Connection, *where: sa.ColumnElement[bool]) -> PolicyVersion | None:
+    found = _all(conn, *where)
+    return found[0] if found else None
+
+
+def _all(conn: sa.Connection, *where: sa.ColumnElement[bool]) -> list[PolicyVersion]:
+    rows: Sequence[sa.Row[Any]] = conn.execute(sa.select(_table).where(*where).order_by(*_key)).all()
+    return [_version(row) for row in rows]
+
+
+def _version(row: sa.Row[Any]) -> PolicyVersion:
+    return PolicyVersion(
+        policy=row.policy,
+        version=row.version,
+        status=VersionStatus(row.status),
+        kind=WeightsKind(row.kind),
+        path=row.path,
+        checksum=row.checksum,
+        probe=tuple(_probe(sequence) for sequence in unpack_json(row.probe)) if row.probe else (),
+        base_model=row.base_model,
+        run_id=row.run_id,
+        step=row.step,
+        created_at_ms=row.created_at_ms,
+        verdict=row.verdict,
+    )
+
+
+def _probe_row(sequence: ProbeSequence) -> dict[str, list[Any]]:
+    """JSON's doubles hold every 32-bit float exactly."""
+    return {
+        "ids": sequence.ids.tolist(),
+        "before": sequence.logprobs_before.tolist(),
+        "after": sequence.logprobs_after.tolist(),
+    }
+
+
+def _probe(row: Mapping[str, list[Any]]) -> ProbeSequence:
+    return ProbeSequence(token_ids(row["ids"]), logprobs(row["before"]), logprobs(row["after"]))

@@ -1,8 +1,9 @@
 """The append side: what the recorder, the API and the command line write.
 
-`append_entries` is the hot path: a batch of calls in a handful of statements. Each function runs in the caller's
-transaction; call `append_entries` once per transaction, because the order in which it takes its locks (groups,
-episodes, body parts, calls, token blocks, each by key) is what keeps many Postgres writers from waiting in a circle.
+`append_entries` is the hot path: a batch of calls in a handful of statements. Each function runs in the
+caller's transaction; call `append_entries` once per transaction, because the order in which it takes its
+locks (groups, episodes, body parts, calls, token blocks, each by key) is what keeps many Postgres writers
+from waiting in a circle.
 
 A batch that is written twice (a commit whose answer was lost with the connection) leaves one set of rows.
 """
@@ -49,12 +50,13 @@ NO_INTENT = "missing_intent"
 
 
 def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
-    """Write a batch. Of two intents or ends of one call the first stands; the order of the entries is the calls'.
+    """Write a batch. Of two intents or ends of one call the first stands; the order of the entries is the
+    calls'.
 
-    An episode that is named for the first time is created. A call on an episode that has ended is recorded all the
-    same: the episode stays ended, an event `late_call` says so, and whoever reads the episode sees the call.
-    An end without an intent makes a row of its own in the unattributed bin, untrainable, with an event; an intent
-    that comes after all completes it.
+    An episode that is named for the first time is created. A call on an episode that has ended is recorded
+    all the same: the episode stays ended, an event `late_call` says so, and whoever reads the episode sees
+    the call. An end without an intent makes a row of its own in the unattributed bin, untrainable, with an
+    event; an intent that comes after all completes it.
     """
     intents: dict[str, CallIntent] = {}
     ends: dict[str, CallEnd] = {}
@@ -228,7 +230,7 @@ def _quarantined(end: CallEnd) -> CallEnd:
 
 
 def _complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
-    """The intent came after the end: fill it in, and free the choices that only its absence had quarantined."""
+    """The intent came after the end: fill it in, free the choices that only its absence quarantined."""
     answered = {"status", "id"}
     conn.execute(
         calls.update()

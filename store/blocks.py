@@ -1,11 +1,11 @@
 """Token ids and logprobs as bytes, and prompts as chains of content-addressed blocks.
 
-A prompt is cut into blocks of BLOCK_TOKENS; a block's hash covers its parent's hash and its own ids, so that equal
-prefixes are equal chains and are stored once. Knows nothing of calls.
+A prompt is cut into blocks of BLOCK_TOKENS; a block's hash covers its parent's hash and its own ids, so that
+equal prefixes are equal chains and are stored once. Knows nothing of calls.
 
-Size of a block: every call stores one partial last block that its next turn can't share (half a block on average),
-and every block costs about 110 bytes of row and index. For turns of some 800 tokens the sum is least between 128 and
-512 tokens and flat there; 256 also keeps a 16k-token prompt at 64 rows.
+Size of a block: every call stores one partial last block that its next turn can't share (half a block on
+average), and every block costs about 110 bytes of row and index. For turns of some 800 tokens the sum is
+least between 128 and 512 tokens and flat there; 256 also keeps a 16k-token prompt at 64 rows.
 """
 
 from __future__ import annotations

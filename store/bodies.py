@@ -1,8 +1,9 @@
 """Request bodies as a skeleton and content-addressed parts, and small JSON as bytes.
 
-An agent repeats its whole conversation in every call. The messages and tools of a body are cut out of its text, byte
-for byte, and stored once under their hash; the skeleton keeps everything between them. Putting a body together again
-gives the very bytes that the agent sent. Knows nothing of calls or of what a message means.
+An agent repeats its whole conversation in every call. The messages and tools of a body are cut out of its
+text, byte for byte, and stored once under their hash; the skeleton keeps everything between them. Putting a
+body together again gives the very bytes that the agent sent. Knows nothing of calls or of what a message
+means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What people and programs say about an episode: that it exists, what it is for, that it ended, what it was worth.
+"""What people and programs say about an episode: that it exists, its purpose, its end, what it was worth.
 
-Every statement leaves a row (an event or a reward); the episode's columns are copies of the newest. Runs in the
-caller's transaction.
+Every statement leaves a row (an event or a reward); the episode's columns are copies of the newest. Runs in
+the caller's transaction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from ..errors import UnknownEpisodeError, UserError
 from ..records import EpisodeStatus, Purpose, Reward, RewardTarget, now_ms
 from .events import add_event
-from .placement import EpisodeRow, group_id, insert_episodes, insert_groups, lock_rows, write_rows
+from .placement import EpisodeRow, insert_episodes, insert_groups, lock_rows, read_rows, write_rows
 from .schema import calls, choices, episodes, events, groups, rewards
 from .statements import insert_missing, optional_text, storable_json, storable_text
 
@@ -34,22 +34,23 @@ def create_episode(
 ) -> None:
     """Create the episode, or fill in what an existing one lacks. Saying the same again changes nothing.
 
-    An episode that its calls created has no stated purpose yet, so it takes this one. UserError names the first
-    contradiction, and nothing is written then.
+    An episode that its calls created has no stated purpose yet, so it takes this one. UserError names the
+    first contradiction, and nothing is written then.
     """
     episode_id, task_id, batch = storable_text(episode_id), optional_text(task_id), optional_text(batch)
     if expected_size is not None and expected_size < 1:
         raise UserError(
             f"expected_size of episode {episode_id!r} is {expected_size}; a group has at least one"
         )
-    if (batch or expected_size is not None) and task_id is None and not _task_of(conn, episode_id):
+    before = read_rows(conn, [episode_id]).get(episode_id, EpisodeRow(episode_id, created_at_ms=now_ms()))
+    had_group = before.group_id
+    before.adopt_group(task_id, batch)
+    if (batch or expected_size is not None) and before.group_id is None:
         raise UserError(
             f"episode {episode_id!r}: a batch or an expected size needs a task; name the task too"
         )
-    if task_id is not None:
-        insert_groups(
-            conn, [EpisodeRow(episode_id, task_id, group_id(task_id, batch), batch, created_at_ms=now_ms())]
-        )
+    if before.group_id != had_group:
+        insert_groups(conn, [before])
     insert_episodes(conn, {episode_id: now_ms()})
     row = lock_rows(conn, [episode_id])[episode_id]
     said = {
@@ -156,10 +157,6 @@ def _locked(conn: sa.Connection, episode_id: str) -> EpisodeRow:
     return row
 
 
-def _task_of(conn: sa.Connection, episode_id: str) -> str | None:
-    return conn.execute(sa.select(episodes.c.task_id).where(episodes.c.id == episode_id)).scalar()
-
-
 def _was_stated(conn: sa.Connection, episode_id: str) -> Mapping[str, object] | None:
     """What the newest create_episode said; None for an episode that only its calls created."""
     query = sa.select(events.c.value).where(
@@ -177,12 +174,12 @@ def _fill(row: EpisodeRow, tags: dict[str, str], policy: str | None, policy_vers
             raise UserError(f"episode {row.id!r} has the tag {key}={row.tags[key]!r} already, not {value!r}")
     row.tags = tags | row.tags
     said = {"policy": policy, "policy_version": policy_version}
-    for name, value in said.items():
+    for name, given in said.items():
         had = getattr(row, name)
-        if value is not None and had not in (None, value):
-            raise UserError(f"episode {row.id!r} began with {name} {had!r}, not {value!r}")
-        if value is not None:
-            setattr(row, name, value)
+        if given is not None and had not in (None, given):
+            raise UserError(f"episode {row.id!r} began with {name} {had!r}, not {given!r}")
+        if given is not None:
+            setattr(row, name, given)
 
 
 def _set_expected_size(conn: sa.Connection, group: str, size: int) -> None:

@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(slots=True)
 class Placed:
-    """The locked episodes of a batch. `place` gives a new call its place, `write` stores what that changed."""
+    """The locked episodes of a batch. `place` gives a new call its place, `write` stores the changes."""
 
     rows: Mapping[str, EpisodeRow]
     group_ids: set[str]  # that are known to exist
@@ -103,7 +103,7 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequen
         if intent.attribution.episode_id is not None:
             named.setdefault(storable_text(intent.attribution.episode_id), []).append(intent)
     activity = _activity(conn, intents, ends)
-    found = _rows_by_id(conn, [*named, *activity])
+    found = read_rows(conn, [*named, *activity])
     grouped: list[EpisodeRow] = []
     known = {row.group_id for row in found.values() if row.group_id is not None}
     for name, its in named.items():
@@ -123,7 +123,7 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequen
 
 
 def _activity(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequence[CallEnd]) -> dict[str, int]:
-    """Episode id -> time of the last of these ends. An answer is activity too: an idle time-out counts from it."""
+    """Episode id -> time of the last of these ends: an idle time-out counts from answers too."""
     episode_of = {intent.id: optional_text(intent.attribution.episode_id) for intent in intents}
     for chunk in chunks(sorted(end.call_id for end in ends if end.call_id not in episode_of)):
         rows = conn.execute(sa.select(calls.c.id, calls.c.episode_id).where(calls.c.id.in_(chunk)))
@@ -172,10 +172,11 @@ def insert_episodes(conn: sa.Connection, created_at_ms: Mapping[str, int]) -> No
 
 def lock_rows(conn: sa.Connection, ids: Iterable[str]) -> dict[str, EpisodeRow]:
     """Those of the episodes that exist, theirs until the transaction ends."""
-    return _rows_by_id(conn, ids, lock=True)
+    return read_rows(conn, ids, lock=True)
 
 
-def _rows_by_id(conn: sa.Connection, ids: Iterable[str], lock: bool = False) -> dict[str, EpisodeRow]:
+def read_rows(conn: sa.Connection, ids: Iterable[str], *, lock: bool = False) -> dict[str, EpisodeRow]:
+    """Those of the episodes that exist."""
     found: dict[str, EpisodeRow] = {}
     for chunk in chunks(sorted(set(ids))):
         query = sa.select(*_COLUMNS).outerjoin(groups, groups.c.id == episodes.c.group_id)

@@ -22,7 +22,7 @@ _key = (_table.c.policy, _table.c.version)
 
 
 def add_candidate(conn: sa.Connection, version: PolicyVersion) -> None:
-    """Add the row with the status that it has (a candidate, or the base as live). UserError if the number is taken."""
+    """Add the row, with the status that it has. UserError if the number is taken."""
     row = {
         "policy": version.policy,
         "version": version.version,
@@ -82,7 +82,7 @@ def set_version_status(
     verdict: Mapping[str, Any] | None = None,
     source: str,
 ) -> None:
-    """Move it on, with an event. Going live moves the version that was live to draining in the same transaction."""
+    """Move it on, with an event. The version that was live until now drains from then on."""
     rows = sa.select(*_key, _table.c.status).where(_table.c.policy == policy).order_by(_table.c.version)
     found = {row.version: row.status for row in conn.execute(rows.with_for_update())}
     if version not in found:

@@ -2,7 +2,7 @@
 
 Rows are added, rarely changed: a column that does change (an episode's status, a call's kind or episode) is a
 cached copy of the newest row in `events`, kept for indexed reads. Times are milliseconds since the epoch.
-Ids are text: ours are `records.new_id()` (they sort by time), episodes and tasks are named by the agent's side.
+Ids are text: ours are `records.new_id()` (they sort by time), episodes and tasks are named by the agents.
 """
 
 from __future__ import annotations

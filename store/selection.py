@@ -1,7 +1,8 @@
 """Which groups a run can train next, and counts that explain why a group can't be.
 
-Only episodes made for training count here: those made for evaluation may share a task and a batch with them, and
-neither hold the group up nor fill its seats. Episodes without a group (no task was named) are never selected.
+Only episodes made for training count here: those made for evaluation may share a task and a batch with them,
+and neither hold the group up nor fill its seats. Episodes without a group (no task was named) are never
+selected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _rewarded = sa.exists().where(
 
 
 def _served_by(policy: str) -> sa.ColumnElement[bool]:
-    """At least one call of the episode went to this policy. By calls, since several policies may share an episode."""
+    """A call of the episode went to this policy (an episode's calls may go to several)."""
     return sa.exists().where(calls.c.episode_id == episodes.c.id, calls.c.policy == policy)
 
 
@@ -51,10 +52,11 @@ def trainable_group_ids(
 ) -> list[str]:
     """Groups that this run can train now, oldest first.
 
-    A group is ready when none of its training episodes is running any more (failed and excluded ones are over too,
-    and keep their seat), its expected size is reached where somebody said one, at least one episode ended without a
-    gap, was served by the policy and at least one has a reward, and no episode of it is in a manifest of this run.
-    Whether the rewards that are there suffice is the trainer's stated policy, not the log's.
+    A group is ready when none of its training episodes is running any more (failed and excluded ones are over
+    too, and keep their seat), its expected size is reached where somebody said one, at least one episode
+    ended without a gap, was served by the policy and at least one has a reward, and no episode of it is in a
+    manifest of this run. Whether the rewards that are there suffice is the trainer's stated policy, not the
+    log's.
     """
     query = (
         sa.select(groups.c.id)

@@ -50,7 +50,7 @@ def updated_row(result: sa.CursorResult[Any], what: str) -> None:
 
 
 def storable_text(value: str) -> str:
-    """Neither database takes every string an agent can send: NUL ends text in Postgres, lone surrogates no UTF-8."""
+    """What a database takes of any string that an agent can send: no NUL, no lone surrogates."""
     if "\x00" in value:
         value = value.replace("\x00", "\ufffd")
     return value if value.isascii() else value.encode("utf-8", "replace").decode()

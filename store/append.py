@@ -10,8 +10,8 @@ A batch that is written twice (a commit whose answer was lost with the connectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -68,12 +68,14 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
             ends.setdefault(entry.call_id, entry)
         else:
             delivered[entry.call_id] = entry.delivered
-    placed = place_calls(conn, list(intents.values()), list(ends.values()))
+    known = _known_calls(conn, [*ends, *delivered])
+    ends = {name: end for name, end in ends.items() if name not in known or known[name].open}
+    placed = place_calls(conn, list(intents.values()), _last_ends(ends, known, intents))
     if intents:
         _append_intents(conn, placed, list(intents.values()))
     else:
         placed.write(conn)
-    _add_stubs(conn, ends, [name for name in (*ends, *delivered) if name not in intents])
+    _add_stubs(conn, ends, sorted({*ends, *delivered} - intents.keys() - known.keys()))
     if ends:
         _append_ends(conn, list(ends.values()))
     if delivered:
@@ -113,6 +115,38 @@ _SET_END = (
         }
     )
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownCall:
+    episode_id: str | None
+    open: bool  # no end is in the log yet
+
+
+def _known_calls(conn: sa.Connection, ids: list[str]) -> dict[str, _KnownCall]:
+    found: dict[str, _KnownCall] = {}
+    for chunk in chunks(sorted(set(ids))):
+        query = sa.select(calls.c.id, calls.c.episode_id, calls.c.status).where(calls.c.id.in_(chunk))
+        for name, episode_id, status in conn.execute(query):
+            found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value)
+    return found
+
+
+def _last_ends(
+    ends: Mapping[str, CallEnd], known: Mapping[str, _KnownCall], intents: Mapping[str, CallIntent]
+) -> dict[str, int]:
+    """Episode id -> time of the last of these ends: an idle time-out counts from answers too."""
+    latest: dict[str, int] = {}
+    for name, end in ends.items():
+        if name in known:
+            episode_id = known[name].episode_id
+        elif name in intents:
+            episode_id = optional_text(intents[name].attribution.episode_id)
+        else:
+            continue
+        if episode_id is not None:
+            latest[episode_id] = max(latest.get(episode_id, 0), end.ended_at_ms)
+    return latest
 
 
 def _append_intents(conn: sa.Connection, placed: Placed, intents: list[CallIntent]) -> None:
@@ -189,10 +223,6 @@ def _add_stubs(conn: sa.Connection, ends: dict[str, CallEnd], ids: list[str]) ->
     """Rows for calls whose intent the log does not hold: their answer must not be dropped for that."""
     if not ids:
         return
-    known = existing(conn, calls.c.id, ids)
-    missing = sorted(set(ids) - known)
-    if not missing:
-        return
     rows = [
         {
             "id": name,
@@ -210,10 +240,10 @@ def _add_stubs(conn: sa.Connection, ends: dict[str, CallEnd], ids: list[str]) ->
             if name in ends
             else now_ms(),
         }
-        for name in missing
+        for name in ids
     ]
     insert_missing(conn, calls, rows)
-    for name in missing:
+    for name in ids:
         if name in ends:  # its sampling parameters are not known, so nothing of it can be trained
             untouched = [choice.index for choice in ends[name].choices if choice.quarantine is None]
             ends[name] = _quarantined(ends[name])

@@ -13,9 +13,9 @@ from hashlib import blake2b
 
 import sqlalchemy as sa
 
-from ..records import CallEnd, CallIntent, EpisodeStatus, Purpose
+from ..records import CallIntent, EpisodeStatus, Purpose
 from .events import add_event
-from .schema import calls, episodes, groups
+from .schema import episodes, groups
 from .statements import chunks, insert_missing, optional_text, storable_json, storable_text
 
 
@@ -93,8 +93,10 @@ class Placed:
         write_rows(conn, rows)
 
 
-def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequence[CallEnd]) -> Placed:
-    """Create what the intents name for the first time, lock their episodes and those of the ends.
+def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], activity: Mapping[str, int]) -> Placed:
+    """Create what the intents name for the first time, lock their episodes and the active ones.
+
+    `activity`: existing episode id -> time of its last answer in this batch.
 
     Groups before episodes before locks, each by key: see store/append.py on the order of locks.
     """
@@ -102,7 +104,6 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequen
     for intent in intents:
         if intent.attribution.episode_id is not None:
             named.setdefault(storable_text(intent.attribution.episode_id), []).append(intent)
-    activity = _activity(conn, intents, ends)
     found = read_rows(conn, [*named, *activity])
     grouped: list[EpisodeRow] = []
     known = {row.group_id for row in found.values() if row.group_id is not None}
@@ -120,20 +121,6 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequen
     for name, ended_at_ms in activity.items():
         rows[name].last_call_at_ms = max(rows[name].last_call_at_ms or 0, ended_at_ms)
     return Placed(rows, known | {str(row.group_id) for row in grouped}, set(activity))
-
-
-def _activity(conn: sa.Connection, intents: Sequence[CallIntent], ends: Sequence[CallEnd]) -> dict[str, int]:
-    """Episode id -> time of the last of these ends: an idle time-out counts from answers too."""
-    episode_of = {intent.id: optional_text(intent.attribution.episode_id) for intent in intents}
-    for chunk in chunks(sorted(end.call_id for end in ends if end.call_id not in episode_of)):
-        rows = conn.execute(sa.select(calls.c.id, calls.c.episode_id).where(calls.c.id.in_(chunk)))
-        episode_of.update((call_id, episode_id) for call_id, episode_id in rows)
-    latest: dict[str, int] = {}
-    for end in ends:
-        episode_id = episode_of.get(end.call_id)
-        if episode_id is not None:
-            latest[episode_id] = max(latest.get(episode_id, 0), end.ended_at_ms)
-    return latest
 
 
 def insert_groups(conn: sa.Connection, rows: Sequence[EpisodeRow]) -> None:

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ..errors import StoreError
-
 T = TypeVar("T")
 
 MAX_VARIABLES = 1000
@@ -42,11 +40,6 @@ def existing(conn: sa.Connection, column: sa.Column[Any], values: Iterable[Any])
     for chunk in chunks(sorted(set(values))):
         found.update(conn.execute(sa.select(column).where(column.in_(chunk))).scalars())
     return found
-
-
-def updated_row(result: sa.CursorResult[Any], what: str) -> None:
-    if result.rowcount != 1:
-        raise StoreError(f"the log holds no {what}")
 
 
 def storable_text(value: str) -> str:

@@ -1,0 +1,531 @@
+"""What the store must do on every database: one list, run on SQLite and on Postgres."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import sqlalchemy as sa
+from fakes.log_rows import choice, end, intent, reward
+from lightning_rl.errors import UnknownEpisodeError, UserError
+from lightning_rl.records import (
+    CallDelivered,
+    CallStatus,
+    EpisodeStatus,
+    Fingerprint,
+    LogEntry,
+    ManifestChoice,
+    PolicyVersion,
+    ProbeSequence,
+    Purpose,
+    Quarantine,
+    RewardTarget,
+    StepManifest,
+    VersionStatus,
+    WeightsKind,
+    logprobs,
+    token_ids,
+)
+from lightning_rl.store import append, policies, read, runs
+from lightning_rl.store.blocks import load_prompts, store_prompt
+from lightning_rl.store.bodies import load_bodies
+from lightning_rl.store.database import Database
+from lightning_rl.store.schema import calls, episodes, events, groups, metadata, token_blocks
+
+BEHAVIOURS: list[Callable[[Database], None]] = []
+
+
+def behaviour(function: Callable[[Database], None]) -> Callable[[Database], None]:
+    BEHAVIOURS.append(function)
+    return function
+
+
+def write(database: Database, *entries: LogEntry) -> None:
+    with database.write() as conn:
+        append.append_entries(conn, entries)
+
+
+def rows_by_table(database: Database) -> dict[str, list[tuple[object, ...]]]:
+    with database.read() as conn:
+        return {
+            table.name: sorted((tuple(row) for row in conn.execute(sa.select(table))), key=repr)
+            for table in metadata.sorted_tables
+        }
+
+
+def event_kinds(database: Database, subject: str, subject_id: str) -> list[str]:
+    with database.read() as conn:
+        query = sa.select(events.c.kind).where(events.c.subject == subject, events.c.subject_id == subject_id)
+        return list(conn.execute(query.order_by(events.c.created_at_ms, events.c.id)).scalars())
+
+
+@behaviour
+def test_a_batch_comes_back_as_it_went_in(database: Database) -> None:
+    prompt = [i * 97 % 151_000 for i in range(1000)]
+    write(
+        database,
+        intent("c1", task="sum-1", batch="b", agent="planner", tags={"split": "train"}),
+        intent("c2", agent="writer", body=b'{"odd":  [1, 2.50] }'),
+        end("c1", prompt, choice([5, 150_999], [-0.1, -1e-8]), choice([6], [-3.5], index=1)),
+        CallDelivered("c1", True),
+    )
+    with database.read() as conn:
+        (episode,) = read.load_episodes(conn, ["ep"])
+        skeletons = conn.execute(sa.select(calls.c.request_body).order_by(calls.c.id)).scalars().all()
+        assert load_bodies(conn, skeletons) == [intent("c1").request_body, b'{"odd":  [1, 2.50] }']
+    first, second = episode.calls
+    assert (episode.task_id, episode.tags, episode.status) == (
+        "sum-1",
+        {"split": "train"},
+        EpisodeStatus.RUNNING,
+    )
+    assert episode.group_id == read.group_id("sum-1", "b")
+    assert [(call.id, call.ordinal, call.agent) for call in episode.calls] == [
+        ("c1", 0, "planner"),
+        ("c2", 1, "writer"),
+    ]
+    assert first.prompt_ids == token_ids(prompt)
+    assert (first.status, first.delivered, second.status, second.delivered) == (
+        CallStatus.COMPLETE,
+        True,
+        CallStatus.OPEN,
+        None,
+    )
+    assert [one.completion_ids.tolist() for one in first.choices] == [[5, 150_999], [6]]
+    assert first.choices[0].behavior_logprobs == logprobs([-0.1, -1e-8])
+
+
+@behaviour
+def test_floats_and_ids_keep_every_bit(database: Database) -> None:
+    patterns = [0x00000001, 0x7F7FFFFF, 0x80000000, 0xBDCCCCCD, 0x7F800000, 0xFFC00001]
+    values = logprobs()
+    values.frombytes(struct.pack(f"={len(patterns)}I", *patterns))
+    ids = [0, 1, 65_535, 65_536, 2**31, 2**32 - 1]
+    write(database, intent("c1"), end("c1", ids, replace(choice(ids), behavior_logprobs=values)))
+    with database.read() as conn:
+        (call,) = read.load_episodes(conn, ["ep"])[0].calls
+    assert call.prompt_ids.tolist() == ids
+    assert call.choices[0].completion_ids.tolist() == ids
+    assert call.choices[0].behavior_logprobs.tobytes() == values.tobytes()
+
+
+@behaviour
+def test_absent_tokens_are_empty_and_quarantined_as_said(database: Database) -> None:
+    bare = choice(
+        completion_ids=None, behavior_logprobs=None, quarantine=Quarantine.NO_COMPLETION_IDS, message=None
+    )
+    write(
+        database, intent("c1"), end("c1", None, bare, status=CallStatus.ERROR, http_status=500, error="boom")
+    )
+    with database.read() as conn:
+        (call,) = read.load_episodes(conn, ["ep"])[0].calls
+    assert (len(call.prompt_ids), len(call.choices[0].completion_ids)) == (0, 0)
+    assert call.choices[0].quarantine is Quarantine.NO_COMPLETION_IDS
+
+
+@behaviour
+def test_a_batch_that_is_retried_doubles_nothing(database: Database) -> None:
+    batch: list[LogEntry] = [
+        intent("c1", task="t"),
+        intent("c2", None),
+        end("c1"),
+        CallDelivered("c1", True),
+        end("lost"),
+    ]
+    write(database, *batch)
+    before = rows_by_table(database)
+    write(database, *batch)
+    write(database, *batch[2:])
+    write(database, end("c1", [9, 9], choice(), choice(index=1), status=CallStatus.ERROR))
+    assert rows_by_table(database) == before
+    write(database, intent("c3"))
+    with database.read() as conn:
+        assert [call.ordinal for call in read.load_episodes(conn, ["ep"])[0].calls] == [0, 1]
+
+
+@behaviour
+def test_an_end_without_its_intent_is_kept_and_completed_later(database: Database) -> None:
+    write(database, end("c1", [4, 5], choice(), choice(index=1, quarantine=Quarantine.PENALTIES)))
+    with database.read() as conn:
+        call = read.calls_by_upstream_ids(conn, ["chatcmpl-c1"])["chatcmpl-c1"]
+    assert (call.episode_id, call.ordinal, call.prompt_ids.tolist()) == ("", -1, [4, 5])
+    assert [one.quarantine for one in call.choices] == [Quarantine.UNRECORDABLE, Quarantine.PENALTIES]
+    assert event_kinds(database, "call", "c1") == ["missing_intent"]
+
+    write(database, CallDelivered("c2", True), intent("c1"))
+    with database.read() as conn:
+        (call,) = read.load_episodes(conn, ["ep"])[0].calls
+        stub = conn.execute(sa.select(calls.c.delivered).where(calls.c.id == "c2")).scalar_one()
+    assert (call.ordinal, call.status, call.policy) == (0, CallStatus.COMPLETE, "policy")
+    assert [one.quarantine for one in call.choices] == [None, Quarantine.PENALTIES]
+    assert stub is True
+
+
+@behaviour
+def test_a_late_call_is_recorded_and_the_episode_stays_ended(database: Database) -> None:
+    write(database, intent("c1"))
+    with database.write() as conn:
+        append.end_episode(conn, "ep", by="api")
+    write(database, intent("c2"))
+    with database.read() as conn:
+        (episode,) = read.load_episodes(conn, ["ep"])
+    assert (episode.status, len(episode.calls)) == (EpisodeStatus.ENDED, 2)
+    assert event_kinds(database, "episode", "ep") == ["ended", "late_call"]
+
+
+@behaviour
+def test_later_calls_fill_in_and_contradictions_stay_with_the_call(database: Database) -> None:
+    write(database, intent("c1", policy=None, version=None))
+    write(database, intent("c2", task="a", tags={"x": "1"}, version=3), intent("c3", task="a", batch="b"))
+    write(
+        database,
+        intent("c4", task="other", tags={"x": "2", "y": "3"}),
+        intent("c5", batch="z", conflict="body names 'e9'"),
+    )
+    with database.read() as conn:
+        (episode,) = read.load_episodes(conn, ["ep"])
+        said = conn.execute(sa.select(calls.c.attribution_conflict).order_by(calls.c.id)).scalars().all()
+        pinned = conn.execute(sa.select(episodes.c.policy, episodes.c.policy_version)).one()
+        tags = conn.execute(sa.select(calls.c.tags).where(calls.c.id == "c4")).scalar_one()
+    assert (episode.task_id, episode.group_id) == ("a", read.group_id("a", "b"))
+    assert (episode.tags, tags) == ({"x": "1", "y": "3"}, {"x": "2", "y": "3"})
+    assert tuple(pinned) == ("policy", 3)
+    assert said == [
+        None,
+        None,
+        None,
+        "task 'other', but the episode's task is 'a'",
+        "body names 'e9'; batch 'z', but the episode's batch is 'b'",
+    ]
+
+
+@behaviour
+def test_strings_that_a_database_refuses_are_stored_with_a_replacement(database: Database) -> None:
+    odd = "a\x00b\ud800"
+    write(
+        database,
+        intent("c1", odd, task=odd, agent=odd, tags={odd: odd}, sampling={"stop": [odd], "x": float("nan")}),
+        end("c1", [1], choice(stop_reason=odd, message={"content": odd}), error=odd),
+        intent("c2", "e2", retry_count=2**40, fingerprint_id="nobody knows it"),
+    )
+    with database.write() as conn:
+        append.end_episode(conn, odd, by="api", note=odd)
+        append.add_reward(conn, reward(odd, source=odd, note=odd))
+        (episode,) = read.load_episodes(conn, ["a\ufffdb?"])
+    assert episode.calls[0].sampling == {"stop": ["a\ufffdb?"], "x": "nan"}
+    assert event_kinds(database, "call", "c2") == ["unknown_fingerprint"]
+
+
+@behaviour
+def test_create_episode_fills_in_repeats_and_refuses_contradictions(database: Database) -> None:
+    write(database, intent("c1"))
+    with database.write() as conn:
+        for _ in range(2):
+            append.create_episode(
+                conn,
+                episode_id="ep",
+                task_id="t",
+                batch="b",
+                expected_size=4,
+                purpose=Purpose.EVAL,
+                tags={"k": "v"},
+            )
+    assert event_kinds(database, "episode", "ep") == ["created"]
+    with database.read() as conn:
+        (group,) = read.load_groups(conn, [read.group_id("t", "b")])
+        assert conn.execute(sa.select(sa.func.count()).select_from(groups)).scalar() == 1
+    assert (group.task_id, group.batch, group.expected_size) == ("t", "b", 4)
+    assert (group.episodes[0].purpose, group.episodes[0].tags) == (Purpose.EVAL, {"k": "v"})
+    for wrong in (
+        {"task_id": "u"},
+        {"batch": "c"},
+        {"expected_size": 5, "task_id": "t"},
+        {"purpose": Purpose.TRAIN},
+        {"tags": {"k": "w"}},
+        {"policy_version": 1},
+    ):
+        before = rows_by_table(database)
+        with pytest.raises(UserError), database.write() as conn:
+            append.create_episode(conn, **{"episode_id": "ep", "purpose": Purpose.EVAL, **wrong})
+        assert rows_by_table(database) == before
+    with pytest.raises(UserError, match="needs a task"), database.write() as conn:
+        append.create_episode(conn, episode_id="new", expected_size=2)
+    with database.write() as conn:
+        append.create_episode(conn, episode_id="ep", task_id="t", purpose=Purpose.EVAL)
+    with database.read() as conn:
+        assert conn.execute(sa.select(sa.func.count()).select_from(groups)).scalar() == 1
+
+
+@behaviour
+def test_failed_and_excluded_are_not_taken_back_by_an_end(database: Database) -> None:
+    write(database, intent("c1"))
+    with database.write() as conn:
+        append.end_episode(conn, "ep", status=EpisodeStatus.FAILED, by="runner", note="crashed")
+        append.end_episode(conn, "ep", by="api")
+        append.add_reward(conn, reward(final=True))
+        (episode,) = read.load_episodes(conn, ["ep"])
+        assert (episode.status, len(episode.rewards)) == (EpisodeStatus.FAILED, 1)
+        append.end_episode(conn, "ep", status=EpisodeStatus.EXCLUDED, by="person")
+        (excluded,) = read.load_episodes(conn, ["ep"])
+    assert (excluded.status, excluded.ended_at_ms) == (EpisodeStatus.EXCLUDED, episode.ended_at_ms)
+    assert event_kinds(database, "episode", "ep") == ["failed", "excluded"]
+    with pytest.raises(UnknownEpisodeError), database.write() as conn:
+        append.end_episode(conn, "nobody", by="api")
+
+
+@behaviour
+def test_rewards_are_appended_checked_and_final_ones_end_the_episode(database: Database) -> None:
+    write(database, intent("c1", agent="planner"), end("c1"), intent("c2", "other"))
+    first = reward(value=0.1, note="meh")
+    second = reward(value=1 / 3, supersedes=first.id, final=True)
+    with database.write() as conn:
+        for row in (first, first, second):
+            append.add_reward(conn, row)
+        append.add_reward(conn, reward(target=RewardTarget.AGENT, agent="planner"))
+        append.add_reward(conn, reward(target=RewardTarget.CALL, call_id="c1"))
+        tokens = reward(target=RewardTarget.TOKENS, call_id="c1", choice_index=0, token_start=1, token_end=2)
+        append.add_reward(conn, tokens)
+        (episode,) = read.load_episodes(conn, ["ep"])
+    assert episode.status is EpisodeStatus.ENDED
+    assert len(episode.rewards) == 5
+    assert {first, second, tokens} <= set(episode.rewards)
+    for wrong, words in (
+        (reward("nobody"), "no episode 'nobody'"),
+        (reward(value=float("nan")), "finite"),
+        (reward(value=float("-inf")), "finite"),
+        (reward(supersedes="x"), "no reward 'x'"),
+        (reward(target=RewardTarget.AGENT, agent="writer"), "'writer'"),
+        (reward(target=RewardTarget.AGENT), "which agent"),
+        (reward(target=RewardTarget.CALL, call_id="c2"), "no call 'c2'"),
+        (reward(target=RewardTarget.CALL, call_id="c1", choice_index=1), "no choice 1"),
+        (replace(tokens, id="t2", token_end=3), "not a range"),
+        (reward(call_id="c1"), "can't name a call"),
+    ):
+        with pytest.raises(UserError, match=words), database.write() as conn:
+            append.add_reward(conn, wrong)
+    with database.read() as conn:
+        assert len(read.load_episodes(conn, ["ep"])[0].rewards) == 5
+
+
+@behaviour
+def test_shared_prefixes_are_stored_once_and_read_exactly(database: Database) -> None:
+    turns = [token_ids([i % 50_000 for i in range(length)]) for length in (256, 700, 1500, 16_384)]
+    with database.write() as conn:
+        names = [store_prompt(conn, turn) for turn in turns]
+        assert store_prompt(conn, token_ids()) is None
+        assert store_prompt(conn, turns[1]) == names[1]
+        count = conn.execute(sa.select(sa.func.count()).select_from(token_blocks)).scalar_one()
+    # 64 full blocks of the longest; 700 = 2 * 256 + 188 and 1500 = 5 * 256 + 220 end in one of their own.
+    assert count == 64 + 2
+    with database.read() as conn:
+        assert load_prompts(conn, [name for name in names if name]) == dict(zip(names, turns, strict=True))
+
+
+@behaviour
+def test_many_writers_on_shared_episodes_lose_and_double_nothing(database: Database) -> None:
+    num_writers, num_batches = 6, 8
+    failures: list[BaseException] = []
+
+    def work(writer: int) -> None:
+        try:
+            for number in range(num_batches):
+                names = [f"w{writer}-{number}-{i}" for i in range(4)]
+                # Opposite orders of the same episodes, tasks, bodies and prompts: what deadlocks are made of.
+                shared = [f"e{(i if writer % 2 else -i) % 4}" for i in range(4)]
+                body = [b'{"messages": ["%s"]}' % (bytes([65 + (i + writer) % 4]) * 200) for i in range(4)]
+                write(
+                    database,
+                    *(
+                        intent(n, e, task=f"t{e}", body=b)
+                        for n, e, b in zip(names, shared, body, strict=True)
+                    ),
+                    *(end(n, [number % 3] * 300) for n in names),
+                )
+                with database.write() as conn:
+                    append.add_reward(conn, reward(shared[0], source=f"w{writer}"))
+        except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(writer,)) for writer in range(num_writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    with database.read() as conn:
+        loaded = read.load_episodes(conn, [f"e{i}" for i in range(4)])
+    for episode in loaded:
+        assert [call.ordinal for call in episode.calls] == list(range(num_writers * num_batches))
+        assert len({call.id for call in episode.calls}) == num_writers * num_batches
+    assert sum(len(episode.rewards) for episode in loaded) == num_writers * num_batches
+
+
+def _ready_group(database: Database, task: str, count: int = 2) -> str:
+    for index in range(count):
+        name = f"{task}-{index}"
+        write(database, intent(f"call-{name}", name, task=task), end(f"call-{name}"))
+        with database.write() as conn:
+            append.add_reward(conn, reward(name, float(index), final=True))
+    return read.group_id(task, "")
+
+
+def _ready(database: Database, policy: str = "policy", run_id: str = "run") -> tuple[list[str], str]:
+    with database.read() as conn:
+        counted = read.count_groups(conn, policy=policy, run_id=run_id)
+        return read.trainable_group_ids(conn, policy=policy, run_id=run_id), counted.explain()
+
+
+@behaviour
+def test_groups_are_ready_when_nothing_of_them_is_outstanding(database: Database) -> None:
+    assert _ready(database) == ([], "0 groups")
+    first, second = _ready_group(database, "t1"), _ready_group(database, "t2")
+    assert _ready(database) == ([first, second], "2 groups: 2 ready")
+    with database.read() as conn:
+        assert read.trainable_group_ids(conn, policy="policy", run_id="run", limit=1) == [first]
+
+    write(database, intent("r", "t2-running", task="t2"))
+    assert _ready(database) == ([first], "2 groups: 1 ready, 1 with an episode still running")
+    with database.write() as conn:
+        append.end_episode(conn, "t2-running", status=EpisodeStatus.FAILED, by="runner")
+    assert _ready(database)[0] == [first, second]
+
+    with database.write() as conn:  # an evaluation of the same task neither delays nor counts
+        append.create_episode(conn, episode_id="eval", task_id="t1", purpose=Purpose.EVAL, expected_size=3)
+    assert _ready(database) == ([second], "2 groups: 1 ready, 1 with fewer episodes than expected")
+    with database.write() as conn:
+        append.create_episode(conn, episode_id="t1-2", task_id="t1")
+        append.end_episode(conn, "t1-2", status=EpisodeStatus.EXCLUDED, by="person")
+    assert _ready(database)[0] == [first, second]
+    assert _ready(database, policy="writer") == ([], "2 groups: 2 without an ended episode of this policy")
+
+
+@behaviour
+def test_groups_that_can_never_be_trained_are_not_offered(database: Database) -> None:
+    for name, task in (("gap", "t1"), ("silent", "t2"), ("lonely", None), ("failed", "t3")):
+        write(database, intent(f"c-{name}", name, task=task), end(f"c-{name}"))
+    with database.write() as conn:
+        append.mark_gap(conn, "gap", source="recorder", note="disk full")
+        append.mark_gap(conn, "gap-only", source="recorder")
+        append.end_episode(conn, "silent", by="api")
+        append.end_episode(conn, "failed", status=EpisodeStatus.FAILED, by="api")
+        append.create_episode(conn, episode_id="eval", task_id="t4", purpose=Purpose.EVAL)
+        for name in ("gap", "lonely", "failed", "eval"):
+            append.add_reward(conn, reward(name, final=True))
+    assert _ready(database) == (
+        [],
+        "3 groups: 2 without an ended episode of this policy, 1 without any reward",
+    )
+    with database.read() as conn:
+        counts = read.count_episodes(conn)
+    assert (counts.total, counts.evaluation, counts.running, counts.failed, counts.ended) == (6, 1, 1, 1, 3)
+    assert counts.explain() == (
+        "6 episodes: 1 for evaluation, 1 running, 1 failed, 3 ended "
+        "(1 without a reward, 1 without a task, 1 with a gap)"
+    )
+
+
+@behaviour
+def test_a_run_trains_a_group_once_and_its_manifest_comes_back(database: Database) -> None:
+    group = _ready_group(database, "t1")
+    manifest = StepManifest(
+        run_id="run",
+        step=0,
+        policy="policy",
+        from_version=0,
+        choices=(
+            ManifestChoice("call-t1-0", 0, "t1-0", group, None, -1 / 3, 0.25, None),
+            ManifestChoice("call-t1-1", 0, "t1-1", group, "a", None, 0.0, "side call"),
+        ),
+        reward_ids={"t1-0": ("r1", "r2"), "t1-1": ("r3",)},
+        returns={"t1-0": 0.1, "t1-1": 1.0},
+    )
+    with database.write() as conn:
+        runs.create_run(conn, "run", "policy", {"seed": 0}, {"torch": "2"})
+        runs.add_manifest(conn, manifest)
+        runs.finish_step(conn, "run", 0, to_version=1, metrics={"reward": 0.5, "gap": float("inf")})
+        runs.end_run(conn, "run", "finished")
+    with database.read() as conn:
+        assert runs.load_manifest(conn, "run", 0) == manifest
+        with pytest.raises(UserError, match="no manifest"):
+            runs.load_manifest(conn, "run", 1)
+    assert _ready(database) == ([], "1 group: 1 trained by this run already")
+    assert _ready(database, run_id="another")[0] == [group]
+    for wrong in (
+        lambda conn: runs.create_run(conn, "run", "policy", {}, {}),
+        lambda conn: runs.end_run(conn, "no", "failed"),
+        lambda conn: runs.finish_step(conn, "run", 7, to_version=None, metrics={}),
+    ):
+        with pytest.raises(UserError), database.write() as conn:
+            wrong(conn)
+
+
+def _version(number: int, status: VersionStatus = VersionStatus.CANDIDATE) -> PolicyVersion:
+    probe = ProbeSequence(token_ids([1, 2, 3]), logprobs([-0.1, -0.2]), logprobs([-0.3, -1e-7]))
+    kind, path = WeightsKind.LORA, f"/v/{number}"
+    return PolicyVersion(
+        "policy", number, status, kind, path, "sha256:0", (probe,), "base", "run", number, 1, {"ok": True}
+    )
+
+
+@behaviour
+def test_policy_versions_move_on_one_live_at_a_time(database: Database) -> None:
+    with database.write() as conn:
+        assert (policies.next_version(conn, "policy"), policies.live_version(conn, "policy")) == (1, None)
+        base = PolicyVersion(
+            "policy", 0, VersionStatus.LIVE, WeightsKind.FULL, None, None, (), "base", None, None, 1
+        )
+        policies.add_candidate(conn, base)
+        policies.add_candidate(conn, _version(1))
+        assert policies.next_version(conn, "policy") == 2
+        assert policies.load_version(conn, "policy", 1) == _version(1)
+        policies.set_version_status(
+            conn, "policy", 1, VersionStatus.LIVE, verdict={"moved": 0.5}, source="publisher"
+        )
+    with database.read() as conn:
+        live = policies.live_version(conn, "policy")
+        assert live is not None
+        assert (live.version, live.verdict) == (1, {"moved": 0.5})
+        assert [v.status for v in policies.versions(conn, "policy")] == [
+            VersionStatus.DRAINING,
+            VersionStatus.LIVE,
+        ]
+        draining = policies.versions_with_status(conn, VersionStatus.DRAINING, VersionStatus.RETIRED)
+        assert [version.version for version in draining] == [0]
+        assert policies.policy_names(conn) == ["policy"]
+    assert event_kinds(database, "policy_version", "policy/0") == ["live", "draining"]
+    for wrong in (
+        lambda conn: policies.add_candidate(conn, _version(1)),
+        lambda conn: policies.set_version_status(conn, "policy", 9, VersionStatus.LIVE, source="x"),
+    ):
+        with pytest.raises(UserError), database.write() as conn:
+            wrong(conn)
+
+
+@behaviour
+def test_fingerprints_are_stored_once(database: Database) -> None:
+    fingerprint = Fingerprint("f1", "vllm 0.32.0", "base", "aa", None, 2048, "raw_logprobs")
+    with database.write() as conn:
+        append.add_fingerprint(conn, fingerprint)
+        append.add_fingerprint(conn, fingerprint)
+    write(database, intent("c1", fingerprint_id="f1"))
+    with database.read() as conn:
+        assert read.load_episodes(conn, ["ep"])[0].calls[0].fingerprint_id == "f1"
+
+
+@behaviour
+def test_a_failed_transaction_leaves_nothing_and_the_next_one_works(database: Database) -> None:
+    before = rows_by_table(database)
+
+    def interrupted(conn: sa.Connection) -> None:
+        append.append_entries(conn, [intent("c1", task="t"), end("c1")])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), database.write() as conn:
+        interrupted(conn)
+    assert rows_by_table(database) == before
+    write(database, intent("c1"))
+    with pytest.raises(UnknownEpisodeError), database.read() as conn:
+        read.load_episodes(conn, ["ep", "nobody"])

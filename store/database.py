@@ -29,7 +29,7 @@ _SQLITE_NAMES = ("sqlite", "sqlite+pysqlite")
 
 def shown_url(url: str) -> str:
     """The URL as it may be printed: passwords masked, in the address and in the query."""
-    masked = re.sub(r"(://[^/@:]*):[^/]*@", r"\1:***@", url)
+    masked = re.sub(r"(://[^/@:]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&]password=)[^&]*", r"\1***", masked)
 
 

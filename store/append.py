@@ -33,7 +33,15 @@ from .episodes import add_reward, create_episode, end_episode, mark_gap
 from .events import add_event
 from .placement import Placed, place_calls
 from .schema import calls, choices, fingerprints
-from .statements import chunks, existing, insert_missing, optional_text, storable_json, storable_text
+from .statements import (
+    chunks,
+    existing,
+    insert_missing,
+    names_in,
+    optional_text,
+    storable_json,
+    storable_text,
+)
 
 __all__ = [
     "add_event",
@@ -89,6 +97,9 @@ def add_fingerprint(conn: sa.Connection, fingerprint: Fingerprint) -> None:
     insert_missing(conn, fingerprints, [{**asdict(fingerprint), "created_at_ms": now_ms()}])
 
 
+_KNOWN_CALLS = sa.select(calls.c.id, calls.c.episode_id, calls.c.status).where(names_in(calls.c.id))
+_RULES = sa.select(calls.c.id, calls.c.attribution_rule).where(names_in(calls.c.id))
+
 _SET_DELIVERED = (
     calls.update().where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
 )
@@ -126,8 +137,7 @@ class _KnownCall:
 def _known_calls(conn: sa.Connection, ids: list[str]) -> dict[str, _KnownCall]:
     found: dict[str, _KnownCall] = {}
     for chunk in chunks(sorted(set(ids))):
-        query = sa.select(calls.c.id, calls.c.episode_id, calls.c.status).where(calls.c.id.in_(chunk))
-        for name, episode_id, status in conn.execute(query):
+        for name, episode_id, status in conn.execute(_KNOWN_CALLS, {"names": chunk}):
             found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value)
     return found
 
@@ -214,8 +224,7 @@ def _rules_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
     """Attribution rule of those of the calls that the log holds."""
     found: dict[str, str] = {}
     for chunk in chunks(sorted(ids)):
-        rows = conn.execute(sa.select(calls.c.id, calls.c.attribution_rule).where(calls.c.id.in_(chunk)))
-        found.update((name, rule) for name, rule in rows)
+        found.update((name, rule) for name, rule in conn.execute(_RULES, {"names": chunk}))
     return found
 
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from ..records import CallIntent, EpisodeStatus, Purpose
 from .events import add_event
 from .schema import episodes, groups
-from .statements import chunks, insert_missing, optional_text, storable_json, storable_text
+from .statements import chunks, insert_missing, names_in, optional_text, storable_json, storable_text
 
 
 def group_id(task_id: str, batch: str | None) -> str:
@@ -166,11 +166,9 @@ def read_rows(conn: sa.Connection, ids: Iterable[str], *, lock: bool = False) ->
     """Those of the episodes that exist."""
     found: dict[str, EpisodeRow] = {}
     for chunk in chunks(sorted(set(ids))):
-        query = sa.select(*_COLUMNS).outerjoin(groups, groups.c.id == episodes.c.group_id)
-        query = query.where(episodes.c.id.in_(chunk)).order_by(episodes.c.id)
-        if lock:  # on SQLite the transaction holds the write lock already, and this compiles to nothing
-            query = query.with_for_update(key_share=True, of=episodes)
-        found.update((row.id, EpisodeRow(**row._mapping)) for row in conn.execute(query))
+        # On SQLite the transaction holds the write lock already, and the locking part compiles to nothing.
+        query = _READ_LOCKED if lock else _READ
+        found.update((row.id, EpisodeRow(*row)) for row in conn.execute(query, {"names": chunk}))
     return found
 
 
@@ -184,6 +182,13 @@ def write_rows(conn: sa.Connection, rows: Sequence[EpisodeRow]) -> None:
 _COLUMNS = [
     groups.c.batch if name == "batch" else episodes.c[name] for name in EpisodeRow.__dataclass_fields__
 ]
+_READ = (
+    sa.select(*_COLUMNS)
+    .outerjoin(groups, groups.c.id == episodes.c.group_id)
+    .where(names_in(episodes.c.id))
+    .order_by(episodes.c.id)
+)
+_READ_LOCKED = _READ.with_for_update(key_share=True, of=episodes)
 _WRITTEN = (
     "task_id",
     "group_id",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -30,16 +31,31 @@ def insert_missing(conn: sa.Connection, table: sa.Table, rows: Iterable[Mapping[
     ordered = sorted(rows, key=lambda row: tuple(row[key] for key in keys))
     if not ordered:
         return
-    insert: Any = sqlite.insert if conn.dialect.name == "sqlite" else postgresql.insert
-    conn.execute(insert(table).on_conflict_do_nothing(index_elements=keys), ordered)
+    conn.execute(_insert_statement(table, conn.dialect.name), ordered)
 
 
 def existing(conn: sa.Connection, column: sa.Column[Any], values: Iterable[Any]) -> set[Any]:
     """Those of the values that the (indexed) column holds."""
     found: set[Any] = set()
     for chunk in chunks(sorted(set(values))):
-        found.update(conn.execute(sa.select(column).where(column.in_(chunk))).scalars())
+        found.update(conn.execute(_existing_statement(column), {"names": chunk}).scalars())
     return found
+
+
+def names_in(column: sa.Column[Any]) -> sa.ColumnElement[bool]:
+    """`column IN (:names)` in a statement built once: on the hot path building costs more than running."""
+    return column.in_(sa.bindparam("names", expanding=True))
+
+
+@cache
+def _insert_statement(table: sa.Table, dialect: str) -> Any:
+    insert: Any = sqlite.insert if dialect == "sqlite" else postgresql.insert
+    return insert(table).on_conflict_do_nothing(index_elements=list(table.primary_key.columns))
+
+
+@cache
+def _existing_statement(column: sa.Column[Any]) -> Any:
+    return sa.select(column).where(names_in(column))
 
 
 def storable_text(value: str) -> str:

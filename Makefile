@@ -39,7 +39,7 @@ lint: | $(INSTALLED)
 types: | $(INSTALLED)
 	@mkdir -p build/types && ln -sfn ../.. build/types/lightning_rl
 	MYPYPATH=build/types $(BIN)/mypy -p lightning_rl
-	MYPYPATH=examples/calculator $(BIN)/mypy examples/calculator
+	MYPYPATH=build/types:examples/calculator $(BIN)/mypy --explicit-package-bases examples
 
 unit: | $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit

@@ -13,7 +13,11 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from .engine.commands import app as engine_app
 from .errors import LightningError
+from .proxy.commands import app as proxy_app
+from .store.commands import db_app, reward_app
+from .trainer.commands import train
 
 
 class _OneLineErrors(TyperGroup):
@@ -45,9 +49,18 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     pass
+
+
+app.add_typer(engine_app, name="engine")
+app.add_typer(proxy_app, name="proxy")
+app.add_typer(reward_app, name="reward")
+app.command()(train)
+app.add_typer(db_app, name="db")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """One settings model per process: TOML file < environment < command-line flags. Unknown keys are an error.
 
-`LIGHTNING_DB` names the log for every command; `LIGHTNING_PROXY_*` and `LIGHTNING_TRAIN_*` set the fields of one
-model. A field's description is what `--help` and docs/settings.md show.
+`LIGHTNING_DB` names the log for every command; `LIGHTNING_PROXY_*` and `LIGHTNING_TRAIN_*` set the fields of
+one model. A field's description is what `--help` and docs/settings.md show.
 """
 
 from __future__ import annotations
 
 import tomllib
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,6 +30,8 @@ def _no_trailing_slash(url: str) -> str:
 
 Url = Annotated[str, AfterValidator(_no_trailing_slash)]
 
+_file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)
+
 
 class _Layered(BaseSettings):
     """File, environment, flags; every mistake becomes one line."""
@@ -42,26 +45,11 @@ class _Layered(BaseSettings):
         given = {name: value for name, value in flags.items() if value is not None}
         origin = f"{file}" if file else "the settings"
 
-        class Sourced(cls):  # type: ignore[valid-type,misc]
-            @classmethod
-            def settings_customise_sources(
-                cls,
-                settings_cls: type[BaseSettings],
-                init_settings: PydanticBaseSettingsSource,
-                env_settings: PydanticBaseSettingsSource,
-                dotenv_settings: PydanticBaseSettingsSource,
-                file_secret_settings: PydanticBaseSettingsSource,
-            ) -> tuple[PydanticBaseSettingsSource, ...]:
-                layers: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
-                if file is not None:
-                    layers.append(TomlConfigSettingsSource(settings_cls, file))
-                return tuple(layers)
-
+        if file is not None and not file.is_file():
+            raise SettingsError(f"no such configuration file: {file}")
+        reading = _file_being_read.set(file)
         try:
-            if file is not None and not file.is_file():
-                raise SettingsError(f"no such configuration file: {file}")
-            loaded = Sourced(**given)
-            return cls.model_construct(loaded.model_fields_set, **dict(loaded))
+            return cls(**given)
         except tomllib.TOMLDecodeError as error:
             raise SettingsError(f"{file} is not valid TOML: {error}") from None
         except ValidationError as error:
@@ -69,9 +57,26 @@ class _Layered(BaseSettings):
             name = ".".join(str(part) for part in first["loc"])
             more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
             if first["type"] == "extra_forbidden":
-                raise SettingsError(f"unknown setting {name!r} in {origin}{more}; see docs/settings.md") from None
+                raise SettingsError(
+                    f"unknown setting {name!r} in {origin}{more}; see docs/settings.md"
+                ) from None
             shown = "" if first["type"] == "missing" else f" (got {first['input']!r})"
             raise SettingsError(f"setting {name!r}: {first['msg']}{shown}{more}") from None
+        finally:
+            _file_being_read.reset(reading)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = _file_being_read.get()
+        toml = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
+        return (init_settings, env_settings, *toml)
 
 
 def _db() -> Any:
@@ -93,24 +98,30 @@ class ProxySettings(_Layered):
     token: SecretStr | None = Field(None, description="What clients must send as their API key.")
     engine_url: Url = Field("http://127.0.0.1:8000", description="Root URL of vLLM, without /v1.")
     engine_api_key: SecretStr | None = Field(None, description="API key that the engine expects.")
-    policy: str = Field("policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy being trained.")
+    policy: str = Field(
+        "policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy being trained."
+    )
     aliases: dict[str, str] = Field(
-        default_factory=lambda: dict.fromkeys(("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), "policy"),
-        description="Model names that agents have hard-coded (shell patterns) and the model that serves them.",
+        default_factory=lambda: dict.fromkeys(
+            ("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), "policy"
+        ),
+        description="Model names that agents have hard-coded (shell patterns), and what serves them.",
     )
     durability: Literal["commit", "write-behind"] = Field(
         "commit",
-        description="commit: an answer's end waits for its rows to be committed. write-behind: it does not, and "
-        "a crash loses the last moments.",
+        description="commit: an answer's end waits until its rows are committed. write-behind: it does not, "
+        "and a crash loses the last moments.",
     )
     recording: Literal["required", "best-effort"] = Field(
         "required",
-        description="When the log can't be written: required answers 503, best-effort serves and counts the loss.",
+        description="When the log can't be written: answer 503 (required), or serve and count.",
     )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
     publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Level of the log on stderr."
+    )
 
 
 class TrainSettings(_Layered):
@@ -124,8 +135,12 @@ class TrainSettings(_Layered):
     policy: str = Field("policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy to train.")
     weights: Literal["lora", "full"] = Field("lora", description="Train an adapter or all weights.")
     lora_rank: int = Field(16, ge=1, description="Rank of the adapter.")
-    from_base: bool = Field(False, description="Start from the base model even if the policy has a live version.")
-    credit: Literal["lightning"] = Field("lightning", description="Credit rule; `lightning credit list` shows all.")
+    from_base: bool = Field(
+        False, description="Start from the base model even if the policy has a live version."
+    )
+    credit: Literal["lightning"] = Field(
+        "lightning", description="Credit rule; `lightning credit list` shows all."
+    )
     scale_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
     weighting: Literal["episode", "token", "constant"] = Field(
         "episode", description="What weighs the same in the loss: each episode, each token, or a constant."
@@ -136,7 +151,9 @@ class TrainSettings(_Layered):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
     groups_per_step: int = Field(8, ge=1, description="Groups in one optimizer step.")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
-    max_staleness: int | None = Field(None, ge=0, description="Leave out calls of a version older by more than this.")
+    max_staleness: int | None = Field(
+        None, ge=0, description="Leave out calls of a version older by more than this."
+    )
     unrewarded: Literal["skip", "error"] = Field("skip", description="Ended episodes without a reward.")
     watch: bool = Field(False, description="Wait for new groups and go on.")
     publish: bool = Field(True, description="Hand each version to the proxy that serves the policy.")

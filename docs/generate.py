@@ -1,4 +1,4 @@
-"""Writes docs/settings.md and docs/cli.md from the code (`make docs`); a test compares them with what it would write."""
+"""Writes docs/settings.md and docs/cli.md from the code (`make docs`); a test holds the pages against it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def _type(annotation: Any) -> str:
     arguments = get_args(annotation)
     if arguments and all(isinstance(argument, str) for argument in arguments):
         return " \\| ".join(f"`{argument}`" for argument in arguments)
-    names = [argument.__name__ for argument in arguments if isinstance(argument, type) and argument is not type(None)]
+    names = [
+        argument.__name__
+        for argument in arguments
+        if isinstance(argument, type) and argument is not type(None)
+    ]
     shown = ", ".join(names) if names else getattr(annotation, "__name__", str(annotation))
     return shown.replace(SecretStr.__name__, "secret")
 
@@ -38,11 +42,20 @@ def settings_page() -> str:
     ]
     for title, model in (("lightning proxy serve", ProxySettings), ("lightning train", TrainSettings)):
         prefix = str(model.model_config["env_prefix"])
-        lines += [f"## `{title}`", "", "| key | environment | type | default | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"## `{title}`",
+            "",
+            "| key | environment | type | default | meaning |",
+            "|---|---|---|---|---|",
+        ]
         for name, info in model.model_fields.items():
             variable = "LIGHTNING_DB" if name == "db" else f"{prefix}{name.upper()}"
-            default = _default(info.get_default(call_default_factory=True) if not info.is_required() else info.default)
-            lines.append(f"| `{name}` | `{variable}` | {_type(info.annotation)} | {default} | {info.description} |")
+            default = _default(
+                info.get_default(call_default_factory=True) if not info.is_required() else info.default
+            )
+            lines.append(
+                f"| `{name}` | `{variable}` | {_type(info.annotation)} | {default} | {info.description} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -54,7 +67,9 @@ def _command(command: click.Command, path: str, context: click.Context) -> list[
             names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
             lines.append(f"- {names}: {parameter.help or ''}".rstrip())
         elif isinstance(parameter, click.Argument):
-            lines.append(f"- `{parameter.human_readable_name}`: {getattr(parameter, 'help', None) or 'argument'}")
+            lines.append(
+                f"- `{parameter.human_readable_name}`: {getattr(parameter, 'help', None) or 'argument'}"
+            )
     lines.append("")
     for name, inner in sorted(getattr(command, "commands", {}).items()):
         lines += _command(inner, f"{path} {name}", click.Context(inner, info_name=name, parent=context))
@@ -63,7 +78,12 @@ def _command(command: click.Command, path: str, context: click.Context) -> list[
 
 def cli_page() -> str:
     root = get_command(app)
-    lines = ["# Commands", "", "`lightning-rl` is the same program, for machines where `lightning` is taken.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "`lightning-rl` is the same program, for machines where `lightning` is taken.",
+        "",
+    ]
     return "\n".join(lines + _command(root, "lightning", click.Context(root, info_name="lightning")))
 
 

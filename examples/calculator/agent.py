@@ -1,8 +1,8 @@
 """A calculator agent in two calls, written against the plain `openai` SDK.
 
-It is the calculator agent of the Agent Lightning paper (arXiv 2508.03680, section 4.3) in miniature: the model
-writes the expression, the tool computes it, the model states the answer. It imports nothing of lightning-rl and
-knows `OPENAI_BASE_URL` and nothing else:
+It is the calculator agent of the Agent Lightning paper (arXiv 2508.03680) in miniature: the model writes the
+expression, the tool computes it, the model states the answer. It imports nothing of lightning-rl and knows
+`OPENAI_BASE_URL` and nothing else:
 
     OPENAI_BASE_URL=http://127.0.0.1:8400/v1 OPENAI_API_KEY=any python agent.py "What is 12 + 30?"
 """

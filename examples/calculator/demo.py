@@ -1,8 +1,9 @@
-"""The whole loop on one machine without a GPU: engine, proxy, episodes in groups, rewards, training, hot reload.
+"""The whole loop on one machine without a GPU: engine, proxy, episodes, rewards, training, hot reload.
 
-Starts `lightning engine serve`, `lightning proxy serve` and `lightning train --watch`, plays episodes through the
-proxy until the policy solves nearly all of them, and evaluates on held-out sums before and after. Everything it
-makes lies in one folder; every process it starts ends with it. The last line on standard output is one JSON object.
+Starts `lightning engine serve`, `lightning proxy serve` and `lightning train --watch`, plays groups of episodes
+through the proxy until the policy solves nearly all of them, and evaluates on held-out sums before and after.
+Everything it makes lies in one folder; every process it starts ends with it. The last line on standard output
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -66,18 +67,37 @@ class Demo:
     def start_servers(self) -> None:
         engine_url, self.proxy_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         say("starting the engine (about a minute)")
-        self.children.start("engine", "engine", "serve", str(self.arguments.model), "--port", engine_url.split(":")[-1])
+        self.children.start(
+            "engine", "engine", "serve", str(self.arguments.model), "--port", engine_url.split(":")[-1]
+        )
         self.children.wait_ready(f"{engine_url}/health", "the engine")
         say("starting the proxy")
         self.children.start(
-            "proxy", "proxy", "serve", "--db", self.db, "--engine-url", engine_url, "--port", self.proxy_url.split(":")[-1]
+            "proxy",
+            "proxy",
+            "serve",
+            "--db",
+            self.db,
+            "--engine-url",
+            engine_url,
+            "--port",
+            self.proxy_url.split(":")[-1],
         )
         self.children.wait_ready(f"{self.proxy_url}/healthz", "the proxy")
 
     def start_trainer(self) -> Trainer:
         configuration = Path(__file__).parents[2] / "configs" / "train-calculator.toml"
-        arguments = ["--db", self.db, "--model", str(self.arguments.model), "--output", str(self.out / "runs")]
-        child = self.children.start("train", "train", "--config", str(configuration), *arguments, "--watch", "--json")
+        arguments = [
+            "--db",
+            self.db,
+            "--model",
+            str(self.arguments.model),
+            "--output",
+            str(self.out / "runs"),
+        ]
+        child = self.children.start(
+            "train", "train", "--config", str(configuration), *arguments, "--watch", "--json"
+        )
         return Trainer(child, child.log)
 
     def play(self, batch: str, tasks: Sequence[Task], **options: Any) -> Produced:
@@ -145,11 +165,19 @@ class Demo:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct (make model)")
-    parser.add_argument("--out", type=Path, help="folder for the log, the runs and the plot; default demo-out/<time>")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct (make model)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the log, the runs and the plot; default demo-out/<time>"
+    )
     parser.add_argument("--stream", action="store_true", help="the agent streams its answers")
-    parser.add_argument("--max-steps", type=int, default=24, help="stop after this many optimizer steps at most")
+    parser.add_argument(
+        "--max-steps", type=int, default=24, help="stop after this many optimizer steps at most"
+    )
     parser.add_argument("--held-out", type=int, default=400, help="held-out sums to evaluate on")
     arguments = parser.parse_args()
     arguments.out = arguments.out or Path("demo-out") / time.strftime("%Y%m%d-%H%M%S")

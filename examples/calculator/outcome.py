@@ -1,7 +1,8 @@
-"""What the demo shows at its end: exactness against the agent's own account, a table, a plot, one JSON line."""
+"""What the demo shows at its end: exactness by the agent's own account, a table, a plot."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,14 @@ class Evaluation:
 
     @property
     def standard_error(self) -> float:
-        return (self.success * (1 - self.success) / self.num_episodes) ** 0.5
+        return math.sqrt(self.success * (1 - self.success) / self.num_episodes)
 
 
 def count_exact(db: str, model: Path, replies: Sequence[Reply]) -> int:
     """How many of the replies that the agent received stand exactly in the log.
 
-    Exact: the call of that answer id is there and complete, its prompt ids are there, its choice has aligned ids
-    and logprobs and no quarantine, and the ids decode to the very text that the agent received.
+    Exact: the call of that answer id is there and complete, its prompt ids are there, its choice has aligned
+    ids and logprobs and no quarantine, and the ids decode to the very text that the agent received.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -57,16 +58,19 @@ def count_exact(db: str, model: Path, replies: Sequence[Reply]) -> int:
 
 def table(steps: Sequence[dict[str, Any]], before: Evaluation, after: Evaluation) -> str:
     """Success per policy version, one line each."""
-    lines = [f"{'step':>4}  {'version':>7}  {'training success':>16}  {'gap mean':>8}  {'gap max':>8}  {'grad norm':>9}"]
+    titles = ("step", "version", "training success", "gap mean", "gap max", "grad norm")
+    lines = ["  ".join(f"{title:>{width}}" for title, width in zip(titles, (4, 7, 16, 8, 8, 9), strict=True))]
     for step in steps:
-        gaps = [f"{step[key]:8.4f}" if step[key] is not None else f"{'-':>8}" for key in ("gap_mean", "gap_max")]
+        success = f"{step['reward_mean']:16.3f}" if step["reward_mean"] is not None else f"{'-':>16}"
+        gaps = [
+            f"{step[key]:8.4f}" if step[key] is not None else f"{'-':>8}" for key in ("gap_mean", "gap_max")
+        ]
         norm = f"{step['grad_norm']:9.3f}" if step["grad_norm"] is not None else f"{'-':>9}"
         version = step["to_version"] if step["to_version"] is not None else "-"
-        lines.append(
-            f"{step['step']:>4}  {version:>7}  {step['reward_mean']:>16.3f}  {gaps[0]}  {gaps[1]}  {norm}"
-        )
+        lines.append(f"{step['step']:>4}  {version:>7}  {success}  {gaps[0]}  {gaps[1]}  {norm}")
     lines.append(
-        f"held out, temperature 1, {after.num_episodes} sums: {before.success:.3f} ± {before.standard_error:.3f} before, "
+        f"held out, temperature 1, {after.num_episodes} sums: "
+        f"{before.success:.3f} ± {before.standard_error:.3f} before, "
         f"{after.success:.3f} ± {after.standard_error:.3f} after"
     )
     return "\n".join(lines)
@@ -96,7 +100,9 @@ def plot(path: Path, steps: Sequence[dict[str, Any]], before: Evaluation, after:
         color="black",
         label=f"{after.num_episodes} held-out sums (± 2 standard errors)",
     )
-    axes.set(xlabel="policy version", ylabel="success at temperature 1", ylim=(0, 1.03), title="Calculator agent")
+    axes.set(
+        xlabel="policy version", ylabel="success at temperature 1", ylim=(0, 1.03), title="Calculator agent"
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -37,7 +37,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no threads here when children start
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
 
@@ -46,7 +46,9 @@ class Child:
         if self.process.poll() is not None:
             lines = self.log.read_text(errors="replace").strip().splitlines()
             last = lines[-1] if lines else "no output"
-            raise RuntimeError(f"{self.name} ended with code {self.process.returncode}: {last} (see {self.log})")
+            raise RuntimeError(
+                f"{self.name} ended with code {self.process.returncode}: {last} (see {self.log})"
+            )
 
     def stop(self, patience_sec: float = 20) -> None:
         if self.process.poll() is None:
@@ -79,7 +81,10 @@ class Children:
         until = time.monotonic() + timeout_sec
         while time.monotonic() < until:
             self.check()
-            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=2) as answer:
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(url, timeout=2) as answer,
+            ):
                 if answer.status == 200:
                     return
             time.sleep(0.3)

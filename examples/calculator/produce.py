@@ -1,7 +1,7 @@
 """Produce episodes: run the agent on tasks through the proxy, judge each attempt, hand in the reward.
 
-The agent is told a base URL and nothing else; which episode it plays stands in that URL. All that is said to the
-proxy beside the agent's own calls are two requests per episode, to its API under `/lightning/api/`.
+The agent is told a base URL and nothing else; which episode it plays stands in that URL. All that is said to
+the proxy beside the agent's own calls are two requests per episode, to its API under `/lightning/api/`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ async def produce(
     slots = asyncio.Semaphore(concurrency)
     began = time.monotonic()
 
-    async with aiohttp.ClientSession() as session, AsyncOpenAI(api_key="unused", max_retries=0, timeout=600) as client:
+    async with (
+        aiohttp.ClientSession() as session,
+        AsyncOpenAI(api_key="unused", max_retries=0, timeout=600) as client,
+    ):
 
         async def post(path: str, **body: object) -> None:
             async with session.post(f"{proxy_url}/lightning/api/{path}", json=body) as answer:
@@ -70,7 +73,9 @@ async def produce(
                 produced.num_calls += 2
                 try:
                     replies = await solve(
-                        client.with_options(base_url=f"{proxy_url}/episodes/{episode}/v1"), task.question, stream=stream
+                        client.with_options(base_url=f"{proxy_url}/episodes/{episode}/v1"),
+                        task.question,
+                        stream=stream,
                     )
                 except OpenAIError as error:
                     produced.errors.append(f"{episode}: {error}")
@@ -81,6 +86,8 @@ async def produce(
             produced.replies.extend(replies)
             produced.rewards.append(value)
 
-        await asyncio.gather(*(attempt(task, number) for task in tasks for number in range(episodes_per_task)))
+        await asyncio.gather(
+            *(attempt(task, number) for task in tasks for number in range(episodes_per_task))
+        )
     produced.seconds = time.monotonic() - began
     return produced

@@ -1,8 +1,8 @@
 """One-operation sums for the calculator agent, and the reward that judges an answer.
 
-The numbers follow the one-operation sums in GSM8K's solutions (Cobbe et al. 2021, MIT): operations in the same
-proportions, operands drawn between the same quantiles. Everything hangs on the seed: the same call gives the
-same tasks, and the train and held-out sets share no sum (a + b and b + a are the same sum).
+The numbers follow the one-operation sums in GSM8K's solutions (Cobbe et al. 2021, MIT): operations in about
+the same proportions, operands drawn between the same quantiles. Everything hangs on the seed: the same call
+gives the same tasks, and the train and held-out sets share no sum (a + b and b + a are the same sum).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import re
 from dataclasses import dataclass
 
-# Of 1,200 sums: how often each operation stands there, and the operands' 0, 10, 25, 50, 75, 90 and 98 % quantiles.
+# Of 1,200 sums: how often each operation stands there, and the 0, 10, 25, 50, 75, 90 and 98 % quantiles.
 _PROPORTIONS = {"*": 409, "+": 375, "-": 293, "/": 123}
 _LEFT = {"+": (1, 6, 14, 30, 50, 72, 99), "-": (3, 15, 24, 46, 65, 88, 123), "*": (1, 2, 5, 18, 60, 180, 625)}
 _RIGHT = {"+": (0, 3, 7, 16, 35, 50, 81), "-": (1, 3, 6, 13, 29, 45, 68), "*": (0, 2, 4, 11, 32, 90, 459)}

@@ -19,7 +19,9 @@ OUTSIDE_THE_PACKAGE = {"tests", "docs", "examples", "bench", "build", "dist", "c
 def _tree_packages() -> set[str]:
     folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")}
     inside = {
-        folder for folder in folders if not folder.parts or not (folder.parts[0] in OUTSIDE_THE_PACKAGE or folder.parts[0][0] == ".")
+        folder
+        for folder in folders
+        if not folder.parts or not (folder.parts[0] in OUTSIDE_THE_PACKAGE or folder.parts[0][0] == ".")
     }
     return {".".join(("lightning_rl", *folder.parts)) for folder in inside}
 
@@ -43,27 +45,42 @@ def _imports(path: Path, package: str) -> set[str]:
 
 def _files(package: str) -> list[tuple[Path, str]]:
     folder = ROOT.joinpath(*package.split(".")[1:])
-    return [(path, ".".join(("lightning_rl", *path.relative_to(ROOT).parent.parts))) for path in folder.rglob("*.py")]
+    return [
+        (path, ".".join(("lightning_rl", *path.relative_to(ROOT).parent.parts)))
+        for path in folder.rglob("*.py")
+    ]
 
 
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("lightning_rl.store", ("lightning_rl.proxy", "lightning_rl.trainer", "lightning_rl.engine", "fastapi", "torch")),
-        ("lightning_rl.engine", ("lightning_rl.proxy", "lightning_rl.trainer", "lightning_rl.store", "fastapi", "vllm")),
+        (
+            "lightning_rl.store",
+            ("lightning_rl.proxy", "lightning_rl.trainer", "lightning_rl.engine", "fastapi", "torch"),
+        ),
+        (
+            "lightning_rl.engine",
+            ("lightning_rl.proxy", "lightning_rl.trainer", "lightning_rl.store", "fastapi", "vllm"),
+        ),
         ("lightning_rl.trainer", ("lightning_rl.proxy", "fastapi", "aiohttp", "lightning_rl.engine.client")),
         ("lightning_rl.proxy", ("lightning_rl.trainer", "torch", "transformers", "trl", "numpy")),
     ],
 )
 def test_arrows_run_one_way(package, forbidden):
     for path, inside in _files(package):
-        bad = [name for name in _imports(path, inside) if any(name == f or name.startswith(f + ".") for f in forbidden)]
+        bad = [
+            name
+            for name in _imports(path, inside)
+            if any(name == f or name.startswith(f + ".") for f in forbidden)
+        ]
         assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
 
 
 def test_only_the_bridge_knows_trl():
     importers = {
-        path.name for path, inside in _files("lightning_rl.trainer") if any(n.split(".")[0] == "trl" for n in _imports(path, inside))
+        path.name
+        for path, inside in _files("lightning_rl.trainer")
+        if any(n.split(".")[0] == "trl" for n in _imports(path, inside))
     }
     assert importers == {"trl_bridge.py"}
 
@@ -72,7 +89,11 @@ def test_only_the_store_builds_sql():
     """Elsewhere sqlalchemy is at most a type (`sa.Connection`) and never a statement."""
     for package in ("lightning_rl.proxy", "lightning_rl.trainer", "lightning_rl.engine"):
         for path, inside in _files(package):
-            names = {n for n in _imports(path, inside) if n.split(".")[0] == "sqlalchemy" or n.startswith("lightning_rl.store.schema")}
+            names = {
+                n
+                for n in _imports(path, inside)
+                if n.split(".")[0] == "sqlalchemy" or n.startswith("lightning_rl.store.schema")
+            }
             assert names <= {"sqlalchemy", "sqlalchemy.Connection"}, f"{path.relative_to(ROOT)}: {names}"
             tree = ast.parse(path.read_text())
             calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -83,4 +104,9 @@ def test_importing_the_command_line_is_light():
     """`lightning --help` must not wait for torch, fastapi or SQL."""
     heavy = ("torch", "transformers", "trl", "fastapi", "litellm", "aiohttp", "alembic", "vllm")
     program = f"import sys, lightning_rl.cli; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,1 +1,1 @@
-"""Credit rules, one pure function per file: episodes in, an advantage per choice out."""
+"""Credit: what each episode's reward makes of each of its choices. One rule per file."""

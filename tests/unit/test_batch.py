@@ -1,0 +1,212 @@
+"""The prefix tree: nothing lost, nothing merged that must not be, every token sees its ancestors alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes.episodes import transition
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rl.records import token_ids
+from lightning_rl.trainer.batch import TreeBatch, rows_batches, shared_prefix, tree_batches
+
+UNBOUNDED = 10**9
+
+
+def path_of(batch: TreeBatch, node: int) -> list[int]:
+    """Token ids from the root to `node`, by the mask that the model gets."""
+    return batch.input_ids[batch.attention_mask()[node]].tolist()
+
+
+def seen_through_chunks(batch: TreeBatch) -> np.ndarray:
+    """The (N, N) mask that the chunked attention amounts to."""
+    chunks = batch.attention_chunks()
+    num = len(batch.input_ids)
+    size = chunks.mask.shape[1]
+    full = np.zeros((num, num), dtype=bool)
+    for c, (keys, mask) in enumerate(zip(chunks.key_index, chunks.mask, strict=True)):
+        for q in range(size):
+            if c * size + q < num:
+                visible = keys[mask[q]]
+                assert len(set(visible.tolist())) == len(visible)
+                full[c * size + q, visible] = True
+    return full
+
+
+def samples(batches) -> dict[str, list[tuple]]:
+    """What each choice's loss terms say, in token order, wherever they were packed."""
+    found: dict[str, list[tuple]] = {}
+    for batch in batches:
+        t = batch.terms
+        for i in range(len(t)):
+            name = batch.choices[t.row[i]][0]
+            found.setdefault(name, []).append(
+                (
+                    t.column[i],
+                    t.target[i],
+                    t.behavior_logprob[i],
+                    t.temperature[i],
+                    t.advantage[i],
+                    t.multiplier[i],
+                )
+            )
+    return {name: sorted(rows) for name, rows in found.items()}
+
+
+def test_a_tree_by_hand():
+    #   1 2 -> 3 4        the prompt 1 2 is shared; 3 is sampled by both, 4 and 5 are leaves that nobody
+    #      \-> 3 5        has to compute: 1 2 3 are the only tokens
+    a = transition("a", [1, 2], [3, 4], behavior=[-0.5, -0.6], advantage=2.0)
+    b = transition("b", [1, 2], [3, 5], behavior=[-0.7, -0.8], advantage=-1.0, temperature=0.5)
+    (batch,) = tree_batches([a, b], UNBOUNDED)
+    assert batch.input_ids.tolist() == [1, 2, 3]
+    assert batch.depth.tolist() == [0, 1, 2]
+    assert batch.exit.tolist() == [3, 3, 3]
+    assert batch.terms.position.tolist() == [1, 2, 1, 2]
+    assert batch.terms.target.tolist() == [3, 4, 3, 5]
+    assert batch.terms.behavior_logprob.tolist() == pytest.approx([-0.5, -0.6, -0.7, -0.8])
+    assert batch.terms.advantage.tolist() == [2.0, 2.0, -1.0, -1.0]
+    assert batch.terms.temperature.tolist() == [1.0, 1.0, 0.5, 0.5]
+    assert batch.call_tokens == 8
+
+
+def test_siblings_that_sampled_the_same_token_share_a_head_row_and_keep_their_terms():
+    twins = [transition(n, [1, 2], [3, 4]) for n in "ab"] + [transition("c", [1, 2], [3, 9])]
+    (batch,) = tree_batches(twins, UNBOUNDED)
+    head = batch.terms.head_rows()
+    assert len(batch.terms) == 6
+    assert list(zip(head.position.tolist(), head.target.tolist(), strict=True)) == [(1, 3), (2, 4), (2, 9)]
+    assert head.position[head.row_of_term].tolist() == batch.terms.position.tolist()
+    assert head.target[head.row_of_term].tolist() == batch.terms.target.tolist()
+
+
+def test_a_fork_sees_its_own_branch_only():
+    (batch,) = tree_batches([transition("a", [1, 2, 3], [9]), transition("b", [1, 4, 5], [9])], UNBOUNDED)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert [path_of(batch, node) for node in range(5)] == [[1], [1, 2], [1, 2, 3], [1, 4], [1, 4, 5]]
+
+
+def test_the_next_call_of_an_episode_extends_the_one_before():
+    first = transition("a", [1, 2], [3, 4])
+    second = transition("b", [1, 2, 3, 4, 5], [6])
+    (batch,) = tree_batches([second, first], UNBOUNDED)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_packing_cuts_at_the_shortest_shared_prefix():
+    # two families that share 1; within a family 5 tokens are shared. A budget of 12 can't hold all.
+    family = [[1, 2, 3, 4, 5], [1, 7, 8, 9, 10]]
+    made = [
+        transition(f"{f}{i}", [*prompt, 20 + i], [3]) for f, prompt in enumerate(family) for i in range(3)
+    ]
+    batches = tree_batches(made, 12)
+    assert [{name[0] for name, _ in batch.choices} for batch in batches] == [{"0"}, {"1"}]
+    assert [len(batch.input_ids) for batch in batches] == [8, 8]
+
+
+def test_a_sequence_longer_than_the_budget_gets_a_batch_of_its_own():
+    long = transition("long", list(range(100)), [1])
+    short = [transition(f"s{i}", [i + 1, i + 2], [1]) for i in range(4)]
+    batches = tree_batches([*short, long], 8)
+    assert sorted(len(batch.choices) for batch in batches) == [1, 4]
+    assert max(len(batch.input_ids) for batch in batches) == 100
+
+
+def test_rows_have_padding_and_the_same_terms():
+    made = [transition("a", [1, 2], [3, 4]), transition("b", [1, 2, 5], [6])]
+    (batch,) = rows_batches(made, UNBOUNDED)
+    assert batch.input_ids.shape == (2, 3)
+    assert samples([batch]) == samples(tree_batches(made, UNBOUNDED))
+
+
+def test_nothing_makes_no_batches():
+    assert tree_batches([], 100) == []
+    assert rows_batches([], 100) == []
+
+
+ids = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+transitions = st.lists(
+    st.tuples(ids, ids, st.sampled_from([1.0, 0.7]), st.floats(-2, 2, width=32)), min_size=1, max_size=14
+).map(
+    lambda rows: [
+        transition(
+            str(i),
+            prompt,
+            completion,
+            temperature=t,
+            advantage=a,
+            behavior=[-0.01 * (i + k) for k in range(len(completion))],
+        )
+        for i, (prompt, completion, t, a) in enumerate(rows)
+    ]
+)
+
+
+@settings(deadline=None)
+@given(transitions, st.integers(1, 60))
+def test_every_sequence_can_be_read_back_from_the_tree(made, max_tokens):
+    by_name = {t.call_id: t for t in made}
+    seen = []
+    for batch in tree_batches(made, max_tokens):
+        longest = max(len(t.prompt_ids) + len(t.completion_ids) for t in made)
+        assert len(batch.input_ids) <= max(max_tokens, longest)
+        terms = batch.terms
+        for i in range(len(terms)):
+            source = by_name[batch.choices[terms.row[i]][0]]
+            whole = [*source.prompt_ids, *source.completion_ids]
+            k = len(source.prompt_ids) + int(terms.column[i])
+            assert path_of(batch, terms.position[i]) == whole[:k]
+            assert terms.target[i] == whole[k]
+            assert batch.depth[terms.position[i]] == k - 1
+        seen += [name for name, _ in batch.choices]
+    assert sorted(seen) == sorted(by_name)
+
+
+@settings(deadline=None)
+@given(transitions, st.integers(1, 60))
+def test_tree_and_rows_hold_the_same_terms_each_once(made, max_tokens):
+    tree = samples(tree_batches(made, max_tokens))
+    assert tree == samples(rows_batches(made, max_tokens))
+    assert sum(map(len, tree.values())) == sum(len(t.completion_ids) for t in made)
+
+
+@settings(deadline=None)
+@given(transitions)
+def test_a_tree_computes_no_token_twice(made):
+    (batch,) = tree_batches(made, UNBOUNDED)
+    prefixes = {
+        tuple([*t.prompt_ids, *t.completion_ids][:k])
+        for t in made
+        for k in range(1, len(t.prompt_ids) + len(t.completion_ids))
+    }
+    assert len(batch.input_ids) == len(prefixes)
+
+
+@settings(deadline=None)
+@given(transitions)
+def test_chunked_attention_sees_what_the_dense_mask_says(made):
+    (batch,) = tree_batches(made, UNBOUNDED)
+    assert (seen_through_chunks(batch) == batch.attention_mask()).all()
+
+
+def test_chunked_attention_of_a_long_tree():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 90).tolist()
+    made = [
+        transition(str(i), [*prompt, *rng.integers(0, 3, 60).tolist()], rng.integers(0, 3, 20).tolist())
+        for i in range(12)
+    ]
+    (batch,) = tree_batches(made, UNBOUNDED)
+    chunks = batch.attention_chunks()
+    assert len(chunks.mask) > 1
+    assert chunks.mask.size < len(batch.input_ids) ** 2  # else the dense mask would do
+    assert chunks.mask.any(axis=2).all()  # no softmax over nothing
+    assert (seen_through_chunks(batch) == batch.attention_mask()).all()
+
+
+@given(ids, ids)
+def test_shared_prefix_is_the_longest(a, b):
+    n = shared_prefix(token_ids(a), token_ids(b))
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]

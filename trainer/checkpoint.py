@@ -1,0 +1,117 @@
+"""Version folders: what a policy version looks like on disk.
+
+A folder appears whole or not at all (written beside its place, flushed, renamed) and never changes
+afterwards: the engine may be reading it. Full weights are a model folder of their own, an adapter is what
+vLLM's load_lora_adapter reads. Which versions are live is the database's matter; the caller says what may be
+deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..records import PolicyVersion, VersionStatus, WeightsKind, new_id
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.model",
+)
+_DELETABLE = (VersionStatus.RETIRED, VersionStatus.REJECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedVersion:
+    path: Path
+    kind: WeightsKind
+    checksum: str  # "sha256:…" over the weights files in the order of their names
+
+
+def save_version(model: Any, folder: Path, *, base_model: Path, kind: WeightsKind) -> SavedVersion:
+    """Write the weights to `folder`, which must not exist yet."""
+    folder = folder.resolve()
+    if folder.exists():
+        raise UserError(f"{folder} exists already; versions are never overwritten: use another --output")
+    partial = folder.parent / f".{folder.name}-{new_id()}"
+    try:
+        partial.mkdir(parents=True)
+        if kind is WeightsKind.LORA:
+            _write_adapter(model, partial, base_model)
+        else:
+            _write_full(model, partial, base_model)
+        checksum = checksum_of(partial)
+        for file in (*partial.iterdir(), partial):
+            _flush(file)
+        partial.rename(folder)
+        _flush(folder.parent)
+    except OSError as error:
+        raise UserError(f"can't write version folder {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return SavedVersion(folder, kind, checksum)
+
+
+def checksum_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def delete_old(versions: Sequence[PolicyVersion], keep: int, *, inside: Path) -> list[int]:
+    """Delete the folders of all but the newest `keep` retired or rejected versions; only folders under
+    `inside`.
+
+    Gives the numbers of those deleted. A version in any other state is never touched.
+    """
+    over = [version for version in versions if version.status in _DELETABLE and version.path is not None]
+    in_use = {Path(v.path).resolve() for v in versions if v.path is not None and v.status not in _DELETABLE}
+    deleted = []
+    for version in sorted(over, key=lambda v: v.version)[: max(0, len(over) - keep)]:
+        folder = Path(str(version.path)).resolve()
+        if folder.is_dir() and folder.is_relative_to(inside.resolve()) and folder not in in_use:
+            shutil.rmtree(folder)
+            deleted.append(version.version)
+    return deleted
+
+
+def keep_newest(folders: Iterable[Path], keep: int) -> None:
+    """For versions that are in no database: delete all but the last `keep` of `folders`, given oldest
+    first."""
+    for folder in list(folders)[:-keep]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_adapter(model: Any, folder: Path, base_model: Path) -> None:
+    model.peft_config["default"].base_model_name_or_path = str(base_model.resolve())
+    model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # peft's model card template
+
+
+def _write_full(model: Any, folder: Path, base_model: Path) -> None:
+    model.save_pretrained(str(folder))
+    for pattern in _TOKENIZER_FILES:  # byte by byte: what the engine tokenizes with must not change
+        for file in base_model.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,84 @@
+"""`lightning train`: parse, load settings, run, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the base model, the one the engine serves.")
+    ] = None,
+    *,
+    db: Annotated[str | None, typer.Option(help="Database URL of the log.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for runs.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Name of the policy to train.")] = None,
+    weights: Annotated[str | None, typer.Option(help="lora or full.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
+    from_base: Annotated[
+        bool | None,
+        typer.Option("--from-base/--from-live", help="Start from the base model or the live version."),
+    ] = None,
+    credit: Annotated[str | None, typer.Option(help="Credit rule.")] = None,
+    weighting: Annotated[str | None, typer.Option(help="episode, token or constant.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Adam's step size.")] = None,
+    groups_per_step: Annotated[int | None, typer.Option(help="Groups in one optimizer step.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(help="Leave out calls of a version older by more than this.")
+    ] = None,
+    unrewarded: Annotated[
+        str | None, typer.Option(help="skip or error: ended episodes without a reward.")
+    ] = None,
+    watch: Annotated[
+        bool | None, typer.Option("--watch/--once", help="Wait for new groups and go on.")
+    ] = None,
+    publish: Annotated[
+        bool | None,
+        typer.Option("--publish/--no-publish", help="Hand each version to the proxy that serves it."),
+    ] = None,
+    publish_timeout_sec: Annotated[
+        float | None, typer.Option(help="How long a version may take to go live.")
+    ] = None,
+    micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in one forward pass.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of adapter initialisation.")] = None,
+    progress: Annotated[
+        bool | None, typer.Option("--progress/--no-progress", help="Show a progress bar.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON line per step, and one at the end.")
+    ] = False,
+) -> None:
+    """Train from the log: ended and rewarded episodes become new versions of the policy."""
+    from ..settings import TrainSettings
+
+    flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
+    settings = TrainSettings.load(config, **flags)
+    from .loop import train as run
+
+    summary = run(settings, as_json=as_json)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "run": summary.run_id,
+                    "status": summary.status,
+                    "steps_trained": summary.steps_trained,
+                    "version": summary.version,
+                    "folder": str(summary.folder),
+                }
+            )
+        )
+    else:
+        typer.echo(
+            f"{summary.status}: {summary.steps_trained} steps, version {summary.version}, {summary.folder}"
+        )
+    if summary.status == "stopped":
+        raise typer.Exit(130)

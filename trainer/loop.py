@@ -1,0 +1,281 @@
+"""A training run: groups -> manifest -> optimizer step -> version folder -> candidate -> verdict, and again.
+
+Everything that the log has to know is written before it happens (the manifest) or with what it belongs to
+(candidate row and finished step in one transaction), so that Ctrl-C or a crash at any point leaves a usable
+database. The loop is a generator of micro-batches that the trainer asks for the next step: its loss,
+optimizer and schedule are the bridge's matter, and so is everything about torch.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import NothingToTrainError, UserError
+from ..records import Group, Logprobs, TokenIds, new_id
+from ..settings import TrainSettings
+from ..store.database import Database
+from ..store.policies import add_candidate, live_version
+from ..store.runs import add_manifest, create_run, end_run, finish_step
+from . import models
+from .batch import MicroBatch, rows_batches, tree_batches
+from .candidate import Handover, Probe
+from .credit.base import CreditOptions
+from .credit.registry import credit_rule
+from .metrics import StepMetrics
+from .plan import PlanSettings, StepPlan, plan_step, transitions
+from .report import RunReport, StepLine
+from .selection import SelectionRules
+from .source import GroupSource
+
+
+class StepTrainer(Protocol):
+    """What the loop needs of trl_bridge.RecordedTrainer."""
+
+    model: Any
+    steps: Iterable[Sequence[MicroBatch]]
+    metrics: StepMetrics
+    on_micro_batch: Callable[[int, int], None]
+
+    def train(self) -> Any: ...
+    def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    run_id: str
+    status: str  # "finished" | "stopped"
+    steps_trained: int
+    version: int  # of the last weights
+    folder: Path
+
+
+def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
+    """Run to the end of what there is, for ever with `watch`, or until SIGINT or SIGTERM."""
+    models.check_folder(settings.model)
+    credit_rule(settings.credit)
+    database = Database.open(settings.db, must_exist=not settings.watch)
+    try:
+        return TrainingRun(database, settings).run(as_json=as_json)
+    finally:
+        database.close()
+
+
+class TrainingRun:
+    def __init__(self, database: Database, settings: TrainSettings) -> None:
+        self.database, self.settings = database, settings
+        self.run_id = new_id()
+        self.folder = settings.output.resolve() / self.run_id
+        self.source = GroupSource(database, settings.policy, self.run_id, settings.groups_per_step)
+        self.planning = plan_settings(settings)
+        with database.read() as conn:
+            self.start = models.start_weights(settings, live_version(conn, settings.policy))
+        self.version = self.start.version
+        self.steps_planned = 0
+        self.steps_trained = 0
+        self.handover = Handover(database, settings, self.run_id, self.folder / "versions")
+
+    def run(self, *, as_json: bool) -> RunSummary:
+        if not self.settings.watch:
+            self._require_something()
+        on_gpu = models.use_device(self.settings)
+        tokenizer = models.load_tokenizer(self.settings.model)
+        self._create_folder()
+        with self.database.write() as conn:
+            settings = self.settings.model_dump(mode="json", exclude={"db"})
+            create_run(conn, self.run_id, self.settings.policy, settings, environment(on_gpu))
+        status = "failed"
+        with RunReport(self.folder, as_json=as_json, progress=self.settings.progress) as report:
+            try:
+                with _sigterm_interrupts():
+                    report.doing("loading the model")
+                    trainer = _build_trainer(self.settings, self.start, tokenizer, self.folder, on_gpu)
+                    trainer.steps = self._steps(trainer, tokenizer, report)
+                    trainer.train()
+                status = "finished"
+            except KeyboardInterrupt:
+                status = "stopped"
+                report.message(
+                    f"stopped after {self.steps_trained} steps; the log and every version are whole"
+                )
+            finally:
+                with self.database.write() as conn:
+                    end_run(conn, self.run_id, status)
+        return RunSummary(self.run_id, status, self.steps_trained, self.version, self.folder)
+
+    def _require_something(self) -> None:
+        """NothingToTrainError before a model is loaded, unless some step has something to train."""
+        last: StepPlan | None = None
+        for groups in self.source.ready():
+            last = self._plan(groups)
+            if last.trains:
+                return
+        if last is None:
+            raise self.source.nothing_ready()
+        raise NothingToTrainError(f"nothing to train: {last.counts.why_nothing()}")
+
+    def _plan(self, groups: Sequence[Group]) -> StepPlan:
+        return plan_step(
+            groups, self.planning, run_id=self.run_id, step=self.steps_planned, from_version=self.version
+        )
+
+    def _steps(self, trainer: StepTrainer, tokenizer: Any, report: RunReport) -> Iterator[list[MicroBatch]]:
+        """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
+        tree = models.shares_prefixes(trainer.model.config)
+        if not tree:
+            report.message(
+                "this model can't share prefixes (sliding or linear attention): computing padded rows"
+            )
+        pack = tree_batches if tree else rows_batches
+        num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
+        for groups in self._groups(report):
+            began = time.monotonic()
+            plan = self._plan(groups)
+            models.check_tokenizer(tokenizer, self.source.fingerprints(groups), self.settings.model)
+            trained = transitions(plan.manifest, groups)
+            models.check_ids(trained, num_embeddings, self.settings.model)
+            with self.database.write() as conn:
+                add_manifest(conn, plan.manifest)
+            self.steps_planned += 1
+            line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self.version)
+            if not plan.trains:
+                self._finish_empty(plan, line, report)
+                continue
+            probe = Probe.before_step(trainer, trained, self.settings.micro_batch_tokens)
+            batches: list[MicroBatch] = [*pack(trained, self.settings.micro_batch_tokens)]
+            trainer.on_micro_batch = partial(report.doing, f"step {line.step}")
+            started = time.monotonic()
+            yield batches
+            line = _measured(line, trainer.metrics, time.monotonic() - started, len(batches))
+            self._hand_over(trainer, probe, line, began, report)
+            if self.steps_trained == self.settings.max_steps:
+                return
+
+    def _groups(self, report: RunReport) -> Iterator[list[Group]]:
+        if not self.settings.watch:
+            return self.source.ready()
+        wanted = self.settings.groups_per_step
+        return self.source.as_they_come(
+            lambda ready: report.doing(f"waiting for groups: {ready} of {wanted} ready", ready, wanted)
+        )
+
+    def _finish_empty(self, plan: StepPlan, line: StepLine, report: RunReport) -> None:
+        """The groups are used up without a step, so that they are not read for ever."""
+        with self.database.write() as conn:
+            finish_step(conn, self.run_id, line.step, to_version=None, metrics=line.as_json())
+        report.step(line)
+        report.message(f"step {line.step} trains nothing: {plan.counts.why_nothing()}")
+
+    def _hand_over(
+        self, trainer: StepTrainer, probe: Probe, line: StepLine, began: float, report: RunReport
+    ) -> None:
+        """Save the new weights, record the step, and wait until they serve (or not, without `publish`)."""
+        report.doing(f"step {line.step}: saving")
+        started = time.monotonic()
+        moved = probe.after_step(trainer)
+        version = self.handover.save(trainer.model, moved, after=self.version, step=line.step)
+        line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
+        with self.database.write() as conn:
+            if self.settings.publish:
+                add_candidate(conn, version)
+            finish_step(conn, self.run_id, line.step, to_version=version.version, metrics=line.as_json())
+        self.version = version.version
+        self.steps_trained += 1
+        started = time.monotonic()
+        try:
+            if self.settings.publish:
+                name = f"step {line.step}: version {version.version}"
+                self.handover.await_verdict(version, lambda status: report.doing(f"{name} is {status}"))
+        finally:
+            now = time.monotonic()
+            report.step(replace(line, publish_sec=now - started, seconds=now - began))
+        self.handover.delete_old()
+
+    def _create_folder(self) -> None:
+        try:
+            (self.folder / "versions").mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"can't create the run folder {self.folder}: {error.strerror}; set --output"
+            ) from None
+
+
+def plan_settings(settings: TrainSettings) -> PlanSettings:
+    return PlanSettings(
+        selection=SelectionRules(settings.policy, settings.unrewarded, settings.max_staleness),
+        rule=credit_rule(settings.credit),
+        credit=CreditOptions(scale_by_std=settings.scale_by_std),
+        weighting=settings.weighting,
+    )
+
+
+def environment(on_gpu: bool) -> dict[str, str]:
+    """What a run's numbers may hang on."""
+    packages = ("torch", "transformers", "trl", "peft", "accelerate", "lightning-rl")
+    found = {name: installed_version(name) for name in packages}
+    return found | {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": "cuda" if on_gpu else "cpu",
+    }
+
+
+def _build_trainer(
+    settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
+) -> StepTrainer:
+    from .trl_bridge import BridgeSettings, RecordedTrainer
+
+    bridge = BridgeSettings(
+        output=folder,
+        learning_rate=settings.learning_rate,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        on_gpu=on_gpu,
+        bfloat16=settings.dtype == "bfloat16",
+    )
+    trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge)
+    return trainer
+
+
+def _measured(line: StepLine, metrics: StepMetrics, train_sec: float, micro_batches: int) -> StepLine:
+    return replace(
+        line,
+        gap_mean=metrics.gap_mean,
+        gap_max=metrics.gap_max,
+        clip_fraction=metrics.clip_fraction,
+        entropy_mean=metrics.entropy_mean,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        call_tokens_per_sec=metrics.call_tokens / train_sec,
+        unique_tokens_per_sec=metrics.unique_tokens / train_sec,
+        micro_batches=micro_batches,
+        train_sec=train_sec,
+    )
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does. Signals reach only the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    had = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, had)

@@ -1,0 +1,32 @@
+"""What is measured while a step is computed: sums over micro-batches, means when asked for. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Of one optimizer step, over trained tokens, with the weights before the update."""
+
+    num_tokens: int = 0
+    unique_tokens: int = 0
+    call_tokens: int = 0
+    gap_sum: float = 0.0  # of |policy_logprobs - behavior_logprobs|
+    gap_max: float = 0.0
+    num_clipped: int = 0
+    entropy_sum: float = 0.0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+
+    @property
+    def gap_mean(self) -> float:
+        return self.gap_sum / max(1, self.num_tokens)
+
+    @property
+    def clip_fraction(self) -> float:
+        return self.num_clipped / max(1, self.num_tokens)
+
+    @property
+    def entropy_mean(self) -> float:
+        return self.entropy_sum / max(1, self.num_tokens)

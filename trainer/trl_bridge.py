@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,11 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+with warnings.catch_warnings():  # it names the vLLM versions that it drives itself: ours is none of its business
+    warnings.filterwarnings("ignore", "TRL currently supports vLLM", UserWarning)
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
 from ..records import Logprobs, TokenIds, Transition, logprobs
 from .attention import TreeAttention

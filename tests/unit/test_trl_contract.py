@@ -1,0 +1,269 @@
+"""The contract with TRL: signatures of the overridden methods, and gradients through its own loss.
+
+Three computations of the same step must agree: the prefix tree, padded rows, and a loss written here by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+from fakes import tiny_models
+from fakes.episodes import transition
+from peft import LoraConfig, get_peft_model
+
+from lightning_rl.records import Transition, token_ids
+from lightning_rl.trainer.batch import rows_batches, tree_batches
+from lightning_rl.trainer.trl_bridge import (
+    BridgeSettings,
+    ChunkedLogProbFunction,
+    GRPOTrainer,
+    RecordedTrainer,
+)
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+def make_trainer(model: Any, folder: Any, **changes: Any) -> RecordedTrainer:
+    settings = {
+        "output": folder,
+        "learning_rate": 1e-3,
+        "clip_low": CLIP_LOW,
+        "clip_high": CLIP_HIGH,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+        "on_gpu": False,
+        "bfloat16": False,
+    }
+    return RecordedTrainer(model, tiny_models.tokenizer(), BridgeSettings(**{**settings, **changes}))
+
+
+def reference_logprobs(model: Any, t: Transition) -> torch.Tensor:
+    """One sequence at a time, the model's plain forward, log_softmax at the call's temperature."""
+    ids = torch.tensor([[*t.prompt_ids, *t.completion_ids]])
+    logits = model(input_ids=ids).logits[0, len(t.prompt_ids) - 1 : -1].float() / t.temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(t.prompt_ids) :, None])[:, 0]
+
+
+def loss_by_hand(model: Any, transitions: list[Transition]) -> torch.Tensor:
+    total = torch.zeros(())
+    for t in transitions:
+        ratio = torch.exp(reference_logprobs(model, t) - torch.tensor(list(t.behavior_logprobs)))
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        total = total - t.multiplier * torch.minimum(ratio * t.advantage, clipped * t.advantage).sum()
+    return total
+
+
+def recorded(model: Any, *, temperatures=(1.0, 0.7), drift: float = 0.3) -> list[Transition]:
+    """Two groups of forked two-call episodes whose recorded logprobs lie off the model's, clear of the clip."""
+    rng = random.Random(5)
+    made = []
+    for group in range(2):
+        prompt = [3, 4, 5, *(rng.randrange(6, 60) for _ in range(5 + group))]
+        for episode in range(4):
+            answer = [rng.choice([7, 8]) for _ in range(4)]
+            follow = [*prompt, *answer, 9, *(rng.randrange(6, 60) for _ in range(3))]
+            for call, (before, after) in enumerate(((prompt, answer), (follow, [11, 12][: 1 + episode % 2]))):
+                t = transition(
+                    f"{group}-{episode}-{call}",
+                    before,
+                    after,
+                    temperature=temperatures[episode % len(temperatures)],
+                    advantage=rng.choice([-1.5, -0.5, 0.8, 2.0]),
+                    multiplier=rng.uniform(0.01, 0.1),
+                )
+                with torch.no_grad():
+                    policy = reference_logprobs(model, t).tolist()
+                behavior = [p + _off_the_edges(rng, drift) for p in policy]
+                made.append(
+                    transition(
+                        t.call_id,
+                        before,
+                        after,
+                        behavior=behavior,
+                        temperature=t.temperature,
+                        advantage=t.advantage,
+                        multiplier=t.multiplier,
+                    )
+                )
+    return made
+
+
+def _off_the_edges(rng: random.Random, drift: float) -> float:
+    """A log ratio that is not within 0.02 of where the clip sets in."""
+    while True:
+        value = rng.uniform(-drift, drift)
+        if all(abs(value - edge) > 0.02 for edge in (0.2231, -0.2469)):  # -log(0.8), -log(1.28)
+            return value
+
+
+def gradient(model: Any) -> torch.Tensor:
+    return torch.cat(
+        [p.grad.reshape(-1) for p in model.parameters() if p.requires_grad and p.grad is not None]
+    ).clone()
+
+
+def step_gradient(trainer: RecordedTrainer, batches: Any) -> tuple[torch.Tensor, float]:
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.training_step(trainer.model, {"micro_batches": batches})
+    return gradient(trainer.model), float(loss)
+
+
+def hand_gradient(model: Any, transitions: list[Transition]) -> tuple[torch.Tensor, float]:
+    model.zero_grad()
+    loss = loss_by_hand(model, transitions)
+    loss.backward()
+    return gradient(model), loss.item()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(params=["qwen3", "llama", "lora"])
+def model(request):
+    if request.param != "lora":
+        return getattr(tiny_models, request.param)()
+    made = get_peft_model(
+        tiny_models.qwen3(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return made
+
+
+@pytest.mark.parametrize("max_tokens", [30, 4096])
+@pytest.mark.parametrize("pack", [tree_batches, rows_batches])
+def test_gradients_agree_with_a_loss_written_by_hand(model, pack, max_tokens, tmp_path):
+    made = recorded(model)
+    trainer = make_trainer(model, tmp_path)
+    expected, expected_loss = hand_gradient(trainer.model, made)
+    batches = pack(made, max_tokens)
+    assert (len(batches) > 1) == (max_tokens == 30)
+    found, loss = step_gradient(trainer, batches)
+    assert relative(found, expected) <= 1e-4
+    assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+
+
+def test_metrics_are_of_the_weights_before_the_update(tmp_path):
+    model = tiny_models.llama()
+    made = recorded(model, drift=0.6)
+    trainer = make_trainer(model, tmp_path)
+    step_gradient(trainer, tree_batches(made, 40))
+    gaps, clipped = [], 0
+    with torch.no_grad():
+        for t in made:
+            log_ratio = reference_logprobs(model, t) - torch.tensor(list(t.behavior_logprobs))
+            gaps += log_ratio.abs().tolist()
+            ratio = log_ratio.exp()
+            clipped += int(((ratio > 1 + CLIP_HIGH) & (t.advantage > 0)).sum())
+            clipped += int(((ratio < 1 - CLIP_LOW) & (t.advantage < 0)).sum())
+    metrics = trainer.metrics
+    assert metrics.num_tokens == len(gaps)
+    assert metrics.gap_mean == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    assert metrics.gap_max == pytest.approx(max(gaps), rel=1e-4)
+    assert 0 < clipped == metrics.num_clipped
+    assert (
+        metrics.unique_tokens
+        < metrics.call_tokens
+        == sum(len(t.prompt_ids) + len(t.completion_ids) for t in made)
+    )
+
+
+@pytest.mark.parametrize("changes", [{"advantage": 0.0}, {"multiplier": 0.0}])
+def test_nothing_to_learn_is_exactly_no_gradient(changes, tmp_path):
+    model = tiny_models.qwen3()
+    made = [transition(str(i), [3, 4], [5, 6 + i], **changes) for i in range(3)]
+    found, loss = step_gradient(make_trainer(model, tmp_path), tree_batches(made, 4096))
+    assert loss == 0.0
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_a_ratio_beyond_all_bounds_stays_finite(tmp_path):
+    # the engine gave it 1e-60 and the model does not: exp() of the difference is infinite in float32
+    model = tiny_models.qwen3()
+    made = [
+        transition("up", [3, 4], [5], behavior=[-140.0], advantage=1.0),
+        transition("down", [3, 4], [6], behavior=[-140.0], advantage=-1.0),
+        transition("plain", [3, 4], [7], behavior=[-1.0], advantage=1.0),
+    ]
+    found, loss = step_gradient(make_trainer(model, tmp_path), tree_batches(made, 4096))
+    assert torch.isfinite(found).all()
+    assert loss == loss
+
+
+def test_a_step_moves_the_weights_as_adam_does(tmp_path):
+    made = recorded(tiny_models.llama())
+    model = tiny_models.llama()
+    trainer = make_trainer(model, tmp_path, max_grad_norm=0.05)
+    trainer.steps = iter([tree_batches(made, 4096), tree_batches(made, 30)])
+    trainer.train()
+
+    expected = tiny_models.llama()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3, weight_decay=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_by_hand(expected, made).backward()
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        optimizer.step()
+    assert trainer.metrics.grad_norm == pytest.approx(float(norm), rel=1e-3)
+    moved = [
+        (a - b).abs().max().item() for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+    ]
+    assert max(moved) < 2e-5  # of steps of 1e-3
+
+
+def test_sequence_logprobs_score_every_position(tmp_path):
+    model = tiny_models.qwen3()
+    trainer = make_trainer(model, tmp_path)
+    sequences = [token_ids([3, 4, 5, 6]), token_ids([3, 4, 9]), token_ids([3, 4, 5, 6])]
+    found = trainer.sequence_logprobs(sequences, 4096)
+    for ids, values in zip(sequences, found, strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(model, transition("x", ids[:1].tolist(), ids[1:].tolist()))
+        assert list(values) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_the_hooks_have_the_signatures_that_the_bridge_overrides():
+    def parameters(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(GRPOTrainer.get_train_dataloader) == ["self"]
+    assert parameters(GRPOTrainer._prepare_inputs) == ["self", "generation_batch"]
+    assert parameters(GRPOTrainer.training_step) == ["self", "model", "inputs", "num_items_in_batch"]
+    assert parameters(GRPOTrainer.compute_loss)[:3] == ["self", "model", "inputs"]
+    assert parameters(GRPOTrainer._get_per_token_logps_and_entropies)[:8] == [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ]
+    assert parameters(ChunkedLogProbFunction.forward) == [
+        "ctx",
+        "hidden",
+        "weight",
+        "bias",
+        "targets",
+        "temperature",
+        "chunk_size",
+        "final_logit_softcapping",
+        "logit_scale",
+        "outputs",
+    ]
+
+
+def test_the_loss_reads_what_the_bridge_hands_over():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    for name in ("prompt_ids", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"):
+        assert f'inputs["{name}"]' in source
+    assert 'inputs.get("old_per_token_logps")' in source

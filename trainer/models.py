@@ -124,6 +124,7 @@ def use_device(settings: TrainSettings) -> bool:
 def load_model(settings: TrainSettings, start: StartWeights) -> Any:
     """The model with the weights to train: all of them, or an adapter on frozen ones."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from . import attention
@@ -137,7 +138,7 @@ def load_model(settings: TrainSettings, start: StartWeights) -> Any:
             dtype=getattr(torch, settings.dtype),
             attn_implementation=attention.NAME if shares_prefixes(config) else None,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the model in {start.model} can't be loaded: {_one_line(error)}") from None
     return model if settings.weights == "full" else _with_adapter(model, settings, start)
 
@@ -145,11 +146,12 @@ def load_model(settings: TrainSettings, start: StartWeights) -> Any:
 def _with_adapter(model: Any, settings: TrainSettings, start: StartWeights) -> Any:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors import SafetensorError
 
     if start.adapter is not None:
         try:
             return PeftModel.from_pretrained(model, str(start.adapter), is_trainable=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"the adapter in {start.adapter} can't be loaded: {_one_line(error)}") from None
     torch.manual_seed(settings.seed)
     adapter = LoraConfig(

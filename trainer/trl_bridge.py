@@ -10,11 +10,11 @@ TRL divides its `dapo` loss by `num_items_in_batch / num_processes`. We hand ove
 sum over all ranks and micro-batches of the advantages that the plan has already weighted.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,16 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
+from trl import import_utils as trl_imports
 
-with warnings.catch_warnings():  # it names the vLLM versions that it drives itself: ours is none of its business
-    warnings.filterwarnings("ignore", "TRL currently supports vLLM", UserWarning)
+# Where vLLM is installed, TRL imports it here and warns of its version. Our engine is another process.
+_has_vllm = trl_imports.is_vllm_available
+trl_imports.is_vllm_available = lambda min_version=None: False
+try:
     from trl import GRPOConfig, GRPOTrainer
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+finally:
+    trl_imports.is_vllm_available = _has_vllm
 
 from ..records import Logprobs, TokenIds, Transition, logprobs
 from .attention import TreeAttention

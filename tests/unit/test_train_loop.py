@@ -1,0 +1,404 @@
+"""Whole training runs on a tiny model and a SQLite log, and every mistake that a user can make."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import log_rows, tiny_models
+from fakes.recorded_log import play_group
+from fakes.reference_loss import reference_logprobs
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from lightning_rl.cli import app
+from lightning_rl.engine.probes import PROBE_TEXT, tokenizer_probe
+from lightning_rl.errors import ModelMismatchError, NothingToTrainError, PublishError, StoreError, UserError
+from lightning_rl.records import Fingerprint, Purpose, VersionStatus
+from lightning_rl.settings import TrainSettings
+from lightning_rl.store.append import add_fingerprint, append_entries, create_episode
+from lightning_rl.store.database import Database
+from lightning_rl.store.episodes import add_reward, end_episode
+from lightning_rl.store.policies import load_version, set_version_status, versions
+from lightning_rl.store.read import load_groups
+from lightning_rl.store.runs import load_manifest
+from lightning_rl.store.selection import trainable_group_ids
+from lightning_rl.trainer.loop import plan_settings, train
+from lightning_rl.trainer.models import shares_prefixes
+from lightning_rl.trainer.plan import plan_step, transitions
+from lightning_rl.trainer.report import STEP_LOG, StepLine, human
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    return tiny_models.save(tmp_path_factory.mktemp("model"), tiny_models.qwen3())
+
+
+@pytest.fixture
+def log(tmp_path):
+    database = Database.open(f"sqlite:///{tmp_path / 'log.db'}")
+    yield database
+    database.close()
+
+
+def settings(log: Database, model: Path, **changes) -> TrainSettings:
+    defaults = {
+        "db": log.url,
+        "model": model,
+        "output": Path(log.url.removeprefix("sqlite:///")).parent / "runs",
+        "weights": "full",
+        "learning_rate": 1e-3,
+        "groups_per_step": 2,
+        "publish": False,
+        "progress": False,
+    }
+    return TrainSettings.load(None, **{**defaults, **changes})
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / STEP_LOG).read_text().splitlines()]
+
+
+def weights_of(model) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_two_steps_of_full_weights(log, model_folder):
+    model = tiny_models.qwen3()
+    for i in range(3):
+        play_group(log, model, f"t{i}", [1.0, 0.0, 0.0, 1.0])
+    summary = train(settings(log, model_folder))
+    assert (summary.status, summary.steps_trained, summary.version) == ("finished", 2, 2)
+    first, second = lines(summary.folder)
+    assert (first["groups"], second["groups"]) == (2, 1)  # oldest first, the last may be smaller
+    assert (first["from_version"], first["to_version"], second["from_version"]) == (0, 1, 1)
+    assert first["reward_mean"] == 0.5
+    assert (first["episodes_trained"], first["choices_trained"], first["trained_tokens"]) == (8, 16, 40)
+    assert first["gap_max"] < 1e-4  # sampled by the very weights that the step starts from
+    assert second["gap_max"] > 1e-4  # the first step has moved them
+    assert first["clip_fraction"] == 0.0
+    assert first["grad_norm"] > 0
+    assert first["call_tokens_per_sec"] > first["unique_tokens_per_sec"] > 0
+    assert first["seconds"] >= first["train_sec"] > 0
+
+    trained = AutoModelForCausalLM.from_pretrained(summary.folder / "versions" / "00002")
+    start = AutoModelForCausalLM.from_pretrained(model_folder)
+    assert 1e-5 < (weights_of(trained) - weights_of(start)).abs().max() < 2.5e-3  # two Adam steps of 1e-3
+    with log.read() as conn:
+        manifest = load_manifest(conn, summary.run_id, 0)
+        assert versions(conn, "policy") == []
+    assert {row.advantage is None for row in manifest.choices} == {False}
+    assert sum(row.multiplier * 5 for row in manifest.choices if row.call_id.endswith("-0")) == pytest.approx(
+        1
+    )
+    with sqlite3.connect(log.url.removeprefix("sqlite:///")) as raw:
+        assert raw.execute("select status from runs").fetchall() == [("finished",)]
+        assert raw.execute("select count(*) from step_manifests where trained_at_ms is null").fetchone() == (
+            0,
+        )
+    raw.close()
+
+
+def test_it_learns(log, model_folder):
+    """After the step the good answers are likelier and the bad ones less, weighed as the loss does."""
+    play_group(log, tiny_models.qwen3(), "t", [1.0, 0.0, 0.0, 1.0])
+    chosen = settings(log, model_folder)
+    with log.read() as conn:
+        groups = load_groups(conn, trainable_group_ids(conn, policy="policy", run_id="x"))
+    plan = plan_step(groups, plan_settings(chosen), run_id="x", step=0, from_version=0)
+    made = transitions(plan.manifest, groups)
+    summary = train(chosen)
+    after = AutoModelForCausalLM.from_pretrained(summary.folder / "versions" / "00001")
+    with torch.no_grad():
+        moved = 0.0
+        for t in made:
+            change = reference_logprobs(after, t) - torch.tensor(list(t.behavior_logprobs))
+            moved += t.advantage * t.multiplier * float(change.sum())
+    assert moved > 0
+
+
+def test_an_adapter_is_trained_published_and_continued(log, model_folder):
+    model = tiny_models.qwen3()
+    play_group(log, model, "t0", [1.0, 0.0])
+    publisher = threading.Thread(target=publish_next, args=(log.url, 1))
+    publisher.start()
+    chosen = settings(log, model_folder, weights="lora", lora_rank=4, publish=True, groups_per_step=1)
+    summary = train(chosen)
+    publisher.join()
+    assert summary.version == 1
+    with log.read() as conn:
+        version = load_version(conn, "policy", 1)
+    assert version.status is VersionStatus.LIVE
+    assert version.run_id == summary.run_id
+    assert version.base_model == str(model_folder)
+    assert version.checksum.startswith("sha256:")
+    assert version.probe
+    for sequence in version.probe:
+        assert len(sequence.logprobs_before) == len(sequence.logprobs_after) == len(sequence.ids) - 1
+        assert (
+            max(abs(a - b) for a, b in zip(sequence.logprobs_before, sequence.logprobs_after, strict=True))
+            > 0
+        )
+
+    # the next run starts from the live adapter: recorded logprobs of the base now show a gap
+    again = train(replace_settings(chosen, publish=False))
+    assert lines(again.folder)[0]["from_version"] == 1
+    assert lines(again.folder)[0]["gap_max"] > 1e-6
+    assert again.version == 2
+    based = train(replace_settings(chosen, publish=False, from_base=True))
+    assert lines(based.folder)[0]["from_version"] == 0
+    assert lines(based.folder)[0]["gap_max"] < 1e-4
+    with pytest.raises(UserError, match="holds lora weights, but this run trains full"):
+        train(replace_settings(chosen, weights="full"))
+
+
+def replace_settings(chosen: TrainSettings, **changes) -> TrainSettings:
+    return chosen.model_copy(update=changes)
+
+
+def publish_next(url: str, number: int, status: VersionStatus = VersionStatus.LIVE, verdict=None) -> None:
+    """What the publisher in the proxy does, without an engine."""
+    database = Database.open(url)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with database.read() as conn:
+            found = load_version(conn, "policy", number)
+        if found is not None:
+            assert Path(found.path).is_dir()
+            with database.write() as conn:
+                set_version_status(conn, "policy", number, status, verdict=verdict, source="test")
+            break
+        time.sleep(0.02)
+    database.close()
+
+
+def test_a_version_that_nobody_publishes_says_so(log, model_folder):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    chosen = settings(log, model_folder, publish=True, publish_timeout_sec=0.2)
+    with pytest.raises(PublishError, match=r"nobody has taken up version 1 .*lightning proxy serve --db"):
+        train(chosen)
+    (run,) = (chosen.output).iterdir()
+    assert lines(run)[0]["to_version"] == 1
+    assert (run / "versions" / "00001" / "model.safetensors").is_file()
+
+
+def test_a_rejected_version_stops_the_run_with_the_reason(log, model_folder):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    verdict = {"reason": "the engine's logprobs did not move"}
+    publisher = threading.Thread(target=publish_next, args=(log.url, 1, VersionStatus.REJECTED, verdict))
+    publisher.start()
+    with pytest.raises(PublishError, match=r"rejected.*the engine's logprobs did not move"):
+        train(settings(log, model_folder, publish=True))
+    publisher.join()
+
+
+def test_watching_uses_up_what_it_cannot_train_and_ends_cleanly_on_sigterm(log, model_folder):
+    model = tiny_models.qwen3()
+    play_group(log, model, "same", [1.0, 1.0])
+    play_group(log, model, "fine", [1.0, 0.0])
+    database_file = log.url.removeprefix("sqlite:///")
+
+    def stop_when_trained() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            with sqlite3.connect(database_file) as raw:
+                done = raw.execute("select count(*) from step_manifests where trained_at_ms > 0").fetchone()[
+                    0
+                ]
+            raw.close()
+            if done == 2:
+                break
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    main = threading.main_thread().ident
+    stopper = threading.Thread(target=stop_when_trained)
+    stopper.start()
+    before = signal.getsignal(signal.SIGTERM)
+    summary = train(settings(log, model_folder, watch=True, groups_per_step=1))
+    stopper.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (summary.status, summary.steps_trained) == ("stopped", 1)
+    empty, trained = lines(summary.folder)
+    assert (empty["to_version"], empty["gap_mean"], empty["choices_trained"]) == (None, None, 0)
+    assert empty["episodes_excluded"] == {"no_variance:all_solved": 2}
+    assert (trained["step"], trained["to_version"]) == (1, 1)
+    with sqlite3.connect(database_file) as raw:
+        assert raw.execute("select status from runs").fetchall() == [("stopped",)]
+    raw.close()
+
+
+def test_max_steps_and_old_versions(log, model_folder):
+    model = tiny_models.qwen3()
+    for i in range(5):
+        play_group(log, model, f"t{i}", [1.0, 0.0])
+    summary = train(settings(log, model_folder, groups_per_step=1, max_steps=4, keep_versions=2))
+    assert summary.steps_trained == 4
+    assert sorted(p.name for p in (summary.folder / "versions").iterdir()) == ["00003", "00004"]
+
+
+def test_a_model_that_cannot_share_prefixes_takes_padded_rows(log, tmp_path, capsys):
+    torch.manual_seed(0)
+    config = tiny_models.qwen3().config.to_dict() | {"use_sliding_window": True, "sliding_window": 4}
+    config |= {"max_window_layers": 1, "layer_types": None}
+    sliding = Qwen3ForCausalLM(Qwen3Config(**config))
+    assert not shares_prefixes(sliding.config)
+    folder = tiny_models.save(tmp_path / "sliding", sliding)
+    play_group(log, sliding, "t0", [1.0, 0.0])
+    summary = train(settings(log, folder))
+    assert lines(summary.folder)[0]["gap_max"] < 1e-4
+    assert "can't share prefixes" in capsys.readouterr().err
+
+
+# mistakes
+
+
+def test_an_empty_log(log, model_folder):
+    with pytest.raises(NothingToTrainError, match=r"0 episodes.*point an agent at the proxy"):
+        train(settings(log, model_folder))
+
+
+def test_no_rewards(log, model_folder):
+    for name in play_group(log, tiny_models.qwen3(), "t0", [None, None]):
+        with log.write() as conn:
+            end_episode(conn, name, by="api")
+    with pytest.raises(NothingToTrainError, match=r"2 without a reward.*lightning reward EPISODE VALUE"):
+        train(settings(log, model_folder))
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [(1.0, "every episode solved"), (0.0, "every episode failed"), (0.3, "equal rewards")],
+)
+def test_no_variance_names_the_cause(log, model_folder, reward, cause):
+    for i in range(3):
+        play_group(log, tiny_models.qwen3(), f"t{i}", [reward, reward])
+    with pytest.raises(NothingToTrainError, match=f"no group has variance.*{cause}"):
+        train(settings(log, model_folder))
+    with sqlite3.connect(log.url.removeprefix("sqlite:///")) as raw:
+        assert raw.execute("select count(*) from runs").fetchone() == (0,)
+    raw.close()
+
+
+def test_evaluation_episodes_are_never_trained(log, model_folder):
+    with log.write() as conn:
+        create_episode(conn, episode_id="e", task_id="t", purpose=Purpose.EVAL)
+        append_entries(conn, [log_rows.intent("c", "e"), log_rows.end("c")])
+        end_episode(conn, "e", by="api")
+    with pytest.raises(NothingToTrainError, match="1 for evaluation"):
+        train(settings(log, model_folder))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: folder / "nowhere", "no such model folder"),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer in .* can't be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"?"), "model in .* can't be loaded"),
+    ],
+)
+def test_a_model_folder_that_will_not_do(log, tmp_path, break_it, message):
+    folder = tiny_models.save(tmp_path / "broken", tiny_models.qwen3())
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    changed = break_it(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        train(settings(log, changed if isinstance(changed, Path) else folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_than_the_engines(log, model_folder):
+    right = tokenizer_probe(tiny_models.tokenizer()(PROBE_TEXT, add_special_tokens=False)["input_ids"])
+    for number, (probe, fits) in enumerate([(right, True), (None, True), ("0" * 32, False)]):
+        print_of = Fingerprint(f"f{number}", "vllm", "served-model", probe, None, None, None)
+        with log.write() as conn:
+            add_fingerprint(conn, print_of)
+        play_group(
+            log, tiny_models.qwen3(), f"t{number}", [1.0, 0.0], intents={"fingerprint_id": print_of.id}
+        )
+        if fits:
+            train(settings(log, model_folder))
+        else:
+            with pytest.raises(
+                ModelMismatchError, match=r"not the one that the log was recorded with.*served-model"
+            ):
+                train(settings(log, model_folder))
+
+
+def test_ids_beyond_the_vocabulary(log, model_folder):
+    with log.write() as conn:
+        for name, value in (("a", 1.0), ("b", 0.0)):
+            create_episode(conn, episode_id=name, task_id="t")
+            append_entries(
+                conn,
+                [log_rows.intent(f"c{name}", name), log_rows.end(f"c{name}", (1, 2, 500))],
+            )
+            add_reward(conn, log_rows.reward(name, value, final=True))
+    with pytest.raises(ModelMismatchError, match=r"token id 500, but the model in .* has only 64"):
+        train(settings(log, model_folder))
+
+
+def test_a_wrong_database(tmp_path, model_folder):
+    with pytest.raises(StoreError):
+        train(TrainSettings.load(None, db=f"sqlite:///{tmp_path / 'no.db'}", model=model_folder))
+
+
+def test_the_command_prints_json_lines_and_one_line_errors(log, model_folder):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    arguments = ["train", "--db", log.url, "--model", str(model_folder), "--weights", "full", "--no-publish"]
+    arguments += ["--output", str(model_folder.parent / "out"), "--json", "--no-progress"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    step, last = [json.loads(line) for line in result.stdout.splitlines()]
+    assert step["step"] == 0
+    assert result.stdout.startswith('{"step"')
+    assert last["status"] == "finished"
+    wrong = CliRunner().invoke(app, [*arguments, "--policy", "other"])
+    assert wrong.exit_code == 2
+    assert wrong.stderr.startswith("lightning: nothing to train in sqlite:///")
+    assert len(wrong.stderr.strip().splitlines()) == 1
+    unknown = CliRunner().invoke(app, [*arguments, "--weighting", "rows"])
+    assert unknown.exit_code == 2
+    assert "weighting" in unknown.stderr
+
+
+def test_human_lines_say_why():
+    line = StepLine(
+        step=4,
+        from_version=2,
+        to_version=3,
+        reward_mean=0.5,
+        groups=2,
+        groups_trained=1,
+        episodes=4,
+        episodes_trained=2,
+        episodes_excluded={"no_variance:all_solved": 2},
+        choices=8,
+        choices_trained=3,
+        choices_excluded={"no_variance:all_solved": 4, "penalties": 1},
+        trained_tokens=30,
+        gap_mean=0.0012,
+        gap_max=0.25,
+        clip_fraction=0.01,
+        grad_norm=0.5,
+        call_tokens_per_sec=900.0,
+        unique_tokens_per_sec=300.0,
+        seconds=12.34,
+    )
+    assert human(line) == (
+        "step 4 | reward 0.500 | episodes 2/4 (no_variance:all_solved 2) | "
+        "choices 3/8 (no_variance:all_solved 4, penalties 1) | gap 0.0012 max 0.250 | clipped 1.0% | "
+        "grad 0.5 | 900 tokens/s (300 unique) | 12.3 s | version 3"
+    )
+    empty = human(replace(line, choices_trained=0, to_version=None, seconds=0.1))
+    assert empty.endswith("| 0.1 s | no new version")

@@ -1,1 +1,5 @@
-"""Our own HTTP API (rewards, episodes, policies), under `/lightning/`, where no engine route lives."""
+"""The proxy's own HTTP API, under `/lightning/api`: episodes, rewards, policies, status. Off the hot path."""
+
+from .context import ApiContext, create_api
+
+__all__ = ["ApiContext", "create_api"]

@@ -1,0 +1,124 @@
+"""The proxy as one ASGI application: our API under `/lightning/` and `/healthz`, everything else the relay's.
+
+Owns the lifetimes: recorder and upstream session start and end with the server, background tasks (the
+publisher) run in between. The hot path never enters FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from ..records import Fingerprint
+from ..settings import ProxySettings
+from ..store.append import add_fingerprint
+from ..store.database import Database
+from .api import ApiContext, create_api
+from .client import Client, Receive, Scope, Send
+from .exchange import Parts
+from .gate import Gate
+from .lineage import Lineage
+from .policies import LivePolicies
+from .recorder import Recorder
+from .relay import Relay, has_token
+from .upstream import Upstream
+
+logger = logging.getLogger("lightning.proxy")
+
+Background = Callable[["ProxyApp"], Awaitable[None]]
+
+
+class ProxyApp:
+    """ASGI application. `background`: coroutines that run from start to shutdown, each given this object."""
+
+    def __init__(
+        self, settings: ProxySettings, database: Database, background: Sequence[Background] = ()
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.gate = Gate()
+        self.live = LivePolicies(settings.policy, settings.aliases, self.gate)
+        self.recorder = Recorder(database, is_required=settings.recording == "required")
+        self.lineage = Lineage()
+        self.fingerprint_id: str | None = None
+        self._token = None if settings.token is None else settings.token.get_secret_value()
+        self._background = background
+        self._tasks: list[asyncio.Task[None]] = []
+        self._upstream: Upstream | None = None
+        self._relay: Relay | None = None
+        self._api = create_api(ApiContext(database, self.recorder, self.live, self.lineage, settings))
+
+    async def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """From now on calls are recorded as made with this engine."""
+
+        def write() -> None:
+            with self.database.write() as conn:
+                add_fingerprint(conn, fingerprint)
+
+        await asyncio.to_thread(write)
+        self.fingerprint_id = fingerprint.id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "http":
+            path: str = scope["path"]
+            if path.startswith("/lightning/") or path == "/healthz":
+                await self._serve_api(scope, receive, send)
+            else:
+                assert self._relay is not None, "the lifespan has not started"
+                await self._relay(scope, receive, send)
+        elif kind == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _serve_api(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = self._token is None or scope["path"] == "/healthz"
+        if not is_open and not has_token(scope["headers"], str(self._token).encode()):
+            refusal = "wrong or missing token: send it as `Authorization: Bearer TOKEN`"
+            await Client(receive, send, 0).refuse(401, refusal)
+            return
+        await self._api(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def start(self) -> None:
+        key = self.settings.engine_api_key
+        self._upstream = Upstream(self.settings.engine_url, None if key is None else key.get_secret_value())
+        self.recorder.start()
+        parts = Parts(
+            live=self.live,
+            recorder=self.recorder,
+            upstream=self._upstream,
+            lineage=self.lineage,
+            fingerprint_id=lambda: self.fingerprint_id,
+            holds_ends=self.settings.durability == "commit",
+        )
+        self._relay = Relay(parts, token=self._token, max_body_bytes=self.settings.max_body_mb * 1024 * 1024)
+        for run in self._background:
+            self._tasks.append(asyncio.create_task(self._run(run)))
+
+    async def _run(self, run: Background) -> None:
+        try:
+            await run(self)
+        except Exception:  # the boundary of a background task: the relay must go on
+            logger.exception("a background task of the proxy ended")
+
+    async def stop(self) -> None:
+        """After the last connection has ended: write what is queued, end the rest."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self.recorder.stop()
+        if self._upstream is not None:
+            await self._upstream.close()

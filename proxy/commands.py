@@ -1,0 +1,187 @@
+"""`lightning proxy …`: start the proxy."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import SettingsError, UserError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ..settings import ProxySettings
+    from .app import ProxyApp
+
+app = typer.Typer(name="proxy", help="The recording proxy in front of the engine.", no_args_is_help=True)
+
+KEEP_ALIVE_SEC = 75
+DRAIN_TIMEOUT_SEC = 60
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def serve(  # noqa: PLR0917 - a parameter per flag
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings (configs/proxy.toml).")] = None,
+    db: Annotated[str | None, typer.Option(help="Database URL of the log.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Root URL of vLLM, without /v1.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Name of the policy being trained.")] = None,
+    durability: Annotated[str | None, typer.Option(help="commit or write-behind.")] = None,
+    recording: Annotated[str | None, typer.Option(help="required or best-effort.")] = None,
+    publish: Annotated[
+        bool | None, typer.Option("--publish/--no-publish", help="Whether to load new policy versions.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    engine_check: Annotated[
+        bool,
+        typer.Option(
+            "--engine-check/--no-engine-check",
+            help="Whether the engine must answer at start; without, calls get 503 until it does.",
+        ),
+    ] = True,
+) -> None:
+    """Relay and record: agents use the address that is printed as their base URL.
+
+    The proxy's token and the engine's key come from LIGHTNING_PROXY_TOKEN and LIGHTNING_PROXY_ENGINE_API_KEY,
+    not from flags, which other users of the machine could read.
+    """
+    from ..settings import ProxySettings
+
+    settings = ProxySettings.load(
+        config,
+        db=db,
+        engine_url=engine_url,
+        host=host,
+        port=port,
+        policy=policy,
+        durability=durability,
+        recording=recording,
+        publish=publish,
+        log_level=log_level,
+    )
+    _require_token(settings)
+    run(settings, checks_engine=engine_check)
+
+
+def run(settings: ProxySettings, *, checks_engine: bool) -> None:
+    """Open the log, find the engine, listen, serve until a signal, drain."""
+    import asyncio
+
+    from ..store.database import Database
+    from .app import ProxyApp
+    from .engine_watch import read_base_model, watch_engine
+
+    _set_up_logging(settings.log_level)
+    listener = _listen(settings.host, settings.port)
+    try:
+        database = Database.open(settings.db)
+        try:
+            proxy = ProxyApp(settings, database, background=[watch_engine])
+            if checks_engine:
+                proxy.live.set_base_model(asyncio.run(read_base_model(settings)))
+            _make_server(proxy, listener).run(sockets=[listener])
+        except KeyboardInterrupt:
+            pass  # uvicorn has drained by now, and raises the signal again
+        finally:
+            database.close()
+    finally:
+        listener.close()
+
+
+def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
+    import uvicorn
+
+    config = uvicorn.Config(
+        proxy,
+        http="httptools",
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SEC,
+        timeout_graceful_shutdown=DRAIN_TIMEOUT_SEC,
+        backlog=2048,
+    )
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
+
+    return Server(config)
+
+
+def base_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/v1"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket is ours before anything else is opened: a port in use is the commonest mistake."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"can't listen on {host}:{port}: {error.strerror}; choose another --host") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"can't listen on {host}:{port}: {error.strerror}; end what is there or choose another --port"
+        ) from None
+    return listener
+
+
+def _require_token(settings: ProxySettings) -> None:
+    if settings.token is not None and not settings.token.get_secret_value().strip():
+        raise SettingsError("setting 'token' is empty; leave it out or set a secret")
+    if settings.token is None and not _is_loopback(settings.host):
+        raise SettingsError(
+            f"listening on {settings.host} without a token would let anybody use the engine; "
+            "set LIGHTNING_PROXY_TOKEN, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _NotOurBreaks(logging.Filter):
+    """A stream that the engine broke is broken for the client too: on purpose, so not an error of the app."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "returned without completing response" not in str(record.msg)
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("uvicorn.error").addFilter(_NotOurBreaks())
+    for name in ("uvicorn", "asyncio", "alembic"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

@@ -1,0 +1,360 @@
+"""One recorded call, from the agent's request to the last byte of its answer.
+
+Owns the order of things: intent queued, engine asked, bytes passed on as they come, the answer's end held
+until its rows are committed, the client's leaving passed to the engine at once. What is added and taken back
+is inject.py's, what a row says capture.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import orjson
+
+from ..errors import EngineError, StoreError
+from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallKind, CallStatus, new_id, now_ms
+from .address import Address, attribute
+from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
+from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
+from .inject import Injection, inject
+from .lineage import Lineage
+from .policies import Lease, LivePolicies, Served
+from .recorder import Recorder
+from .request import Request, read_request
+from .routes import Route
+from .sse import Framer, data_of
+from .upstream import FAILURES, Headers, Upstream, response_headers
+
+LARGE_ANSWER_BYTES = 256 * 1024
+"""Whole answers above this are read in a thread, so that they do not stall other calls."""
+
+logger = logging.getLogger("lightning.relay")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every exchange needs."""
+
+    live: LivePolicies
+    recorder: Recorder
+    upstream: Upstream
+    lineage: Lineage
+    fingerprint_id: Callable[[], str | None]
+    holds_ends: bool  # durability "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request's head, read: what it asks for and in whose name."""
+
+    route: Route
+    address: Address
+    headers: Headers
+    path_and_query: str  # for the engine
+
+    def header(self, name: bytes) -> str | None:
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+
+async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
+    """Read the request, find what serves it, and carry it out."""
+    try:
+        body = await client.body()
+    except BodyTooLargeError:
+        await client.refuse(413, TOO_LARGE)
+        return
+    except ClientGoneError:
+        return
+    dialect = incoming.route.dialect or "other"
+    request = read_request(dialect, body, incoming.header(b"content-type") or "")
+    attribution = attribute(incoming.address, request.doc)
+    refusal = parts.recorder.refusal
+    if refusal is not None:
+        await client.refuse(503, f"the call can't be recorded: {refusal}", retry_after_sec=1)
+        return
+    client.watch()
+    try:
+        lease = await parts.live.admit(request.model, attribution.episode_id)
+    except EngineError as error:
+        await client.refuse(503, str(error), retry_after_sec=1)
+        return
+    except asyncio.CancelledError:
+        if client.was_interrupted():
+            return  # it left at the closed gate: the engine never heard of it
+        raise
+    try:
+        intent = make_intent(parts, incoming, request, attribution, lease.served)
+        await Exchange(parts, client, request, lease, intent).run(incoming)
+    finally:
+        lease.release()
+
+
+def make_intent(
+    parts: Parts, incoming: Incoming, request: Request, attribution: Attribution, served: Served
+) -> CallIntent:
+    call_id = new_id()
+    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
+    retries = incoming.header(b"x-stainless-retry-count") or "0"
+    return CallIntent(
+        id=call_id,
+        attribution=attribution,
+        kind=CallKind.POLICY,
+        route=incoming.route.path,
+        dialect=request.dialect,
+        streaming=request.streaming,
+        requested_model=request.model,
+        served_model=served.model or request.model,
+        policy=served.policy,
+        policy_version=served.version,
+        engine_url=parts.upstream.engine_url,
+        fingerprint_id=parts.fingerprint_id(),
+        sampling=request.sampling,
+        request_body=request.body,
+        request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),
+        state_key=state_key,
+        parent_call_id=parent,
+        unrecordable=request.unrecordable,
+        idempotency_key=incoming.header(b"idempotency-key"),
+        retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
+        started_at_ms=now_ms(),
+    )
+
+
+class Exchange:
+    """The engine's answer on its way to the client."""
+
+    __slots__ = (
+        "_client",
+        "_ended_at_ms",
+        "_first_byte_at_ms",
+        "_http_status",
+        "_injection",
+        "_intent",
+        "_is_ended",
+        "_lease",
+        "_parts",
+        "_request",
+        "_version_end",
+    )
+
+    def __init__(
+        self, parts: Parts, client: Client, request: Request, lease: Lease, intent: CallIntent
+    ) -> None:
+        self._parts = parts
+        self._client = client
+        self._request = request
+        self._lease = lease
+        self._intent = intent
+        self._injection: Injection = inject(request, lease.served.model, parts.live.base_model)
+        self._http_status: int | None = None
+        self._first_byte_at_ms: int | None = None
+        self._is_ended = False  # the engine has ended its answer, and the row is made or being made
+        self._ended_at_ms = 0
+        self._version_end: int | None = None
+
+    async def run(self, incoming: Incoming) -> None:
+        self._parts.recorder.put(self._intent)
+        reader = StreamReader(self._request.num_choices)
+        try:
+            await self._ask(incoming, reader)
+        except asyncio.CancelledError:
+            gone = self._client.was_interrupted()
+            status = CallStatus.DISCONNECTED if gone else CallStatus.ABORTED
+            note = "the client left before the answer was complete" if gone else "the proxy was stopped"
+            if not self._is_ended:
+                self._engine_ended()
+                self._parts.recorder.put(self._end(reader.parse(), status, note))
+            self._delivered()
+            if not gone:
+                raise
+
+    async def _ask(self, incoming: Incoming, reader: StreamReader) -> None:
+        try:
+            answer = await self._parts.upstream.send(
+                "POST",
+                incoming.path_and_query,
+                incoming.headers,
+                self._injection.body,
+                wants_plain=not self._injection.is_nothing,
+            )
+        except FAILURES as error:
+            await self._refuse_unreachable(error)
+            return
+        try:
+            self._http_status = answer.status
+            self._first_byte_at_ms = now_ms()
+            if answer.content_type == "text/event-stream" and "Content-Encoding" not in answer.headers:
+                await self._pass_stream(answer, reader)
+            else:
+                await self._pass_whole(answer)
+        finally:
+            if not answer.content.at_eof():
+                answer.close()  # the engine stops generating at once
+
+    async def _refuse_unreachable(self, error: BaseException) -> None:
+        engine = self._parts.upstream.engine_url
+        reason = f"the engine at {engine} is not reachable: {error or type(error).__name__}"
+        self._engine_ended()
+        end = self._end(Answer(), CallStatus.ERROR, reason)
+        if await self._record(end):
+            await self._client.refuse(502, reason, retry_after_sec=1)
+            self._delivered()
+
+    # --- whole answers ---
+
+    async def _pass_whole(self, answer: aiohttp.ClientResponse) -> None:
+        received: list[bytes] = []
+        try:
+            async for data in answer.content.iter_any():
+                received.append(data)
+        except FAILURES as error:
+            await self._break_whole(answer, b"".join(received), error)
+            return
+        self._engine_ended()
+        body = b"".join(received)
+        if len(body) > LARGE_ANSWER_BYTES:
+            end, visible, is_plain = await asyncio.to_thread(self._read_whole, answer, body)
+        else:
+            end, visible, is_plain = self._read_whole(answer, body)
+        headers = response_headers(answer, len(visible))
+        if is_plain:
+            headers = [pair for pair in headers if pair[0] != b"content-encoding"]
+        if await self._record(end):
+            await self._client.start(answer.status, headers)
+            await self._client.write(visible, is_last=True)
+            self._delivered()
+
+    def _read_whole(self, answer: aiohttp.ClientResponse, body: bytes) -> tuple[CallEnd, bytes, bool]:
+        """The row, the bytes for the client, and whether they had to be unpacked for that."""
+        encoding = answer.headers.get("Content-Encoding")
+        text = body if encoding is None else _unpacked(body, encoding)
+        found = Answer()
+        try:
+            doc = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            doc = None
+        if not isinstance(doc, dict):
+            note = None if answer.status < 400 else body[:MAX_ERROR_CHARS].decode("utf-8", "replace")
+            return self._end(found, None, note), body, False
+        if answer.status >= 400:
+            return self._end(found, None, error_text(doc) or str(doc)[:MAX_ERROR_CHARS]), body, False
+        found.take(doc, is_chunk=False)
+        end = self._end(found, None, None)
+        if self._injection.is_nothing:
+            return end, body, False
+        return end, self._injection.undo_json(text, doc), encoding is not None
+
+    async def _break_whole(
+        self, answer: aiohttp.ClientResponse, received: bytes, error: BaseException
+    ) -> None:
+        """The engine went away in the middle: so does the answer, at the same byte if nothing was added."""
+        self._engine_ended()
+        note = f"the engine's answer broke off: {error or type(error).__name__}"
+        end = self._end(Answer(), CallStatus.ERROR, note)
+        if await self._record(end):
+            await self._client.start(answer.status, response_headers(answer))
+            if received and self._injection.is_nothing:
+                await self._client.write(received)
+            self._delivered()
+
+    # --- streams ---
+
+    async def _pass_stream(self, answer: aiohttp.ClientResponse, reader: StreamReader) -> None:
+        headers = response_headers(answer)
+        if not self._injection.is_nothing:
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
+        await self._client.start(answer.status, headers)
+        framer = Framer()
+        held: list[bytes] = []
+        fault: BaseException | None = None
+        try:
+            async for data in answer.content.iter_any():
+                ready = self._take_events(framer.feed(data), reader, held)
+                if ready:
+                    await self._client.write(ready)
+        except FAILURES as error:
+            fault = error
+        self._engine_ended()
+        held.append(framer.rest())
+        note = None if fault is None else f"the engine's stream broke off: {fault or type(fault).__name__}"
+        end = self._end(reader.parse(), None if fault is None else CallStatus.ERROR, note)
+        if not await self._record(end):
+            return
+        tail = b"".join(held)
+        if fault is None:
+            await self._client.write(tail, is_last=True)
+        elif tail:
+            await self._client.write(tail)  # and no clean end: the server closes the connection
+        self._delivered()
+
+    def _take_events(self, blocks: list[bytes], reader: StreamReader, held: list[bytes]) -> bytes:
+        """Read what came; the bytes that may go on now. From the answer's end on, they are held."""
+        ready: list[bytes] = []
+        undo = self._injection.undo_block
+        holds = self._parts.holds_ends
+        for block in blocks:
+            data = data_of(block)
+            if data is not None:
+                reader.add(data)
+            (held if holds and reader.has_ended else ready).append(undo(block))
+        return ready[0] if len(ready) == 1 else b"".join(ready)
+
+    # --- the row ---
+
+    def _engine_ended(self) -> None:
+        """The engine has ended this answer, one way or the other: the next version may come."""
+        self._is_ended = True
+        self._ended_at_ms = now_ms()
+        self._version_end = self._parts.live.version_now(self._lease.served)
+        self._lease.release()
+
+    def _end(self, answer: Answer, status: CallStatus | None, error: str | None) -> CallEnd:
+        served = self._lease.served
+        ending = Ending(
+            http_status=self._http_status,
+            policy=served.policy,
+            version_start=served.version,
+            version_end=self._version_end,
+            first_byte_at_ms=self._first_byte_at_ms,
+            ended_at_ms=self._ended_at_ms,
+            status=status,
+            error=error,
+        )
+        return make_end(self._intent.id, self._request, answer, ending)
+
+    async def _record(self, end: CallEnd) -> bool:
+        """Hand the row over; with durability "commit", wait for it. False: nothing more may be delivered."""
+        if not self._parts.holds_ends:
+            self._parts.recorder.put(end)
+            return True
+        try:
+            await self._parts.recorder.committed(end)
+        except StoreError as error:
+            logger.error("the end of call %s is withheld: %s", self._intent.id, error)
+            return False
+        except asyncio.CancelledError:
+            # The row is queued all the same; only the news that the client left is to be added.
+            if not self._client.was_interrupted():
+                raise
+            self._delivered()
+            return False
+        return True
+
+    def _delivered(self) -> None:
+        self._parts.recorder.put(CallDelivered(self._intent.id, self._client.is_complete))
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    """A copy to read; empty where the encoding is not one that we know."""
+    try:
+        if encoding.lower() in ("gzip", "x-gzip", "deflate"):
+            return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body)
+    except zlib.error:
+        pass
+    return b""

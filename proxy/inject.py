@@ -1,0 +1,215 @@
+"""What is added to a request, and how it is taken back out of the answer, byte for byte.
+
+vLLM writes `"token_ids":null` and its kin where nobody asked for tokens, so undoing means putting `null`
+back in place. It also sends chunks with an empty delta for tokens that its parsers hold back, only because
+ids were asked for: those are dropped. The quick ways count keys: where each occurs exactly as often as the
+answer has choices, searching bytes is as good as parsing; all else goes through the scanner of splice.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from .request import Request
+from .splice import Edit, apply, locate, only_string_member, set_members
+from .sse import data_of, edit_data
+
+_TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[\d,\s]*\])')
+_PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[\d,\s]*\])')
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
+_LOGPROBS_KEY = b'"logprobs":'
+_AFTER_LOGPROBS = b',"finish_reason":'
+
+_IDS_PATHS = (("prompt_token_ids",), ("choices", "*", "prompt_token_ids"), ("choices", "*", "token_ids"))
+_LOGPROBS_PATH = ("choices", "*", "logprobs")
+_MODEL_PATHS = (("model",), ("response", "model"), ("message", "model"))
+
+
+class Injection:
+    """One call's changes. `body` is what the engine is sent; the methods undo them in its answer."""
+
+    __slots__ = (
+        "_asked_model",
+        "_drops_empty",
+        "_hides_ids",
+        "_hides_logprobs",
+        "_new_head",
+        "_old_head",
+        "body",
+    )
+
+    def __init__(
+        self, body: bytes, *, hides_ids: bool, hides_logprobs: bool, asked_model: str | None
+    ) -> None:
+        self.body = body
+        self._hides_ids = hides_ids
+        self._hides_logprobs = hides_logprobs
+        # Who asks for either gets the chunks with empty deltas from the engine itself.
+        self._drops_empty = hides_ids and hides_logprobs
+        self._asked_model = None if asked_model is None else orjson.dumps(asked_model)
+        self._old_head = self._new_head = b""
+
+    @property
+    def is_nothing(self) -> bool:
+        """The answer passes untouched."""
+        return not (self._hides_ids or self._hides_logprobs or self._asked_model is not None)
+
+    @property
+    def asks_tokens(self) -> bool:
+        return self._hides_ids or self._hides_logprobs
+
+    def undo_json(self, answer: bytes, doc: Mapping[str, Any]) -> bytes:
+        """The JSON answer as the agent is to see it; `doc` is `answer`, parsed."""
+        edits = self._model_edits(answer)
+        if self.asks_tokens:
+            edits += self._null_edits(answer, doc)
+        return apply(answer, edits)
+
+    def undo_block(self, block: bytes) -> bytes:
+        """An event block as the agent is to see it; empty where it would not have been sent."""
+        if self.is_nothing:
+            return block
+        data = data_of(block)
+        if data is None or not data.startswith(b"{"):
+            return block
+        if len(data) + 8 == len(block):  # `data: …\n\n`, nothing else
+            visible = self._undo_chunk(data)
+            return block if visible is data else b"" if visible is None else b"data: " + visible + b"\n\n"
+        if self._is_dropped(data):
+            return b""
+        edits = self._model_edits(data) + (self._scanned_edits(data) if self.asks_tokens else [])
+        return edit_data(block, edits) if edits else block
+
+    def _undo_chunk(self, data: bytes) -> bytes | None:
+        if self.asks_tokens:
+            if self._is_dropped(data):
+                return None
+            data = self._null_chunk(data)
+        if self._asked_model is None:
+            return data
+        # All chunks of a stream begin alike, up to the model's name.
+        if not (self._old_head and data.startswith(self._old_head)):
+            edits = self._model_edits(data)
+            if len(edits) != 1 or b"{" in data[1 : edits[0].start]:
+                return apply(data, edits)
+            self._old_head = data[: edits[0].end]
+            self._new_head = apply(self._old_head, edits)
+        return self._new_head + data[len(self._old_head) :]
+
+    def _is_dropped(self, data: bytes) -> bool:
+        """An empty delta that does not finish: the engine sends it only to those who asked for tokens."""
+        if not self._drops_empty or b'"delta":{}' not in data or b'"finish_reason":null' not in data:
+            return False
+        choices = orjson.loads(data).get("choices")
+        return bool(choices) and all(
+            choice.get("delta") == {} and choice.get("finish_reason") is None for choice in choices
+        )
+
+    def _null_chunk(self, data: bytes) -> bytes:
+        if data.count(b'"index":') == 0:  # no choices: usage, or an error
+            return data
+        if self._hides_ids:
+            for key, pattern in ((b'"token_ids":', _TOKEN_IDS), (b'"prompt_token_ids":', _PROMPT_IDS)):
+                times = data.count(key)
+                if times > 1:
+                    return apply(data, self._scanned_edits(data))
+                if times == 1 and (match := pattern.search(data)):
+                    data = data[: match.start(1)] + b"null" + data[match.end(1) :]
+        if self._hides_logprobs:
+            start = data.find(b'"logprobs":{')
+            if start < 0:
+                return data
+            end = data.find(_AFTER_LOGPROBS, start)
+            if end < 0 or data.count(_LOGPROBS_KEY) > 1 or data.count(_AFTER_LOGPROBS) > 1:
+                return apply(data, self._scanned_edits(data))
+            data = data[: start + len(_LOGPROBS_KEY)] + b"null" + data[end:]
+        return data
+
+    def _null_edits(self, answer: bytes, doc: Mapping[str, Any]) -> list[Edit]:
+        choices = doc.get("choices")
+        if not isinstance(choices, list) or not choices:
+            return []
+        num = len(choices)
+        edits: list[Edit] = []
+        if self._hides_ids:
+            prompt_num = num if "prompt_token_ids" in choices[0] else 1
+            if answer.count(b'"token_ids"') != num or answer.count(b'"prompt_token_ids"') != prompt_num:
+                return self._scanned_edits(answer)
+            for pattern in (_TOKEN_IDS, _PROMPT_IDS):
+                edits += [Edit(*match.span(1), b"null") for match in pattern.finditer(answer)]
+        if self._hides_logprobs:
+            if answer.count(_LOGPROBS_KEY) != num or answer.count(_AFTER_LOGPROBS) != num:
+                return self._scanned_edits(answer)
+            position = 0
+            for choice in choices:
+                start = answer.find(_LOGPROBS_KEY, position) + len(_LOGPROBS_KEY)
+                position = answer.find(_AFTER_LOGPROBS, start)
+                names = list(choice)
+                after = names.index("logprobs") + 1 if "logprobs" in names else len(names)
+                if (
+                    start < len(_LOGPROBS_KEY)
+                    or position < 0
+                    or names[after : after + 1] != ["finish_reason"]
+                ):
+                    return self._scanned_edits(answer)
+                edits.append(Edit(start, position, b"null"))
+        return edits
+
+    def _scanned_edits(self, text: bytes) -> list[Edit]:
+        """The slow and certain way: every value that is not null already, at exactly the right place."""
+        wanted = set(_IDS_PATHS) if self._hides_ids else set()
+        if self._hides_logprobs:
+            wanted.add(_LOGPROBS_PATH)
+        spans = locate(text, wanted)
+        return [Edit(s.start, s.end, b"null") for s in spans if text[s.start : s.end] != b"null"]
+
+    def _model_edits(self, text: bytes) -> list[Edit]:
+        if self._asked_model is None:
+            return []
+        if text.count(b'"model"') == 1:
+            match = _MODEL.search(text)
+            return [Edit(*match.span(1), self._asked_model)] if match else []
+        return [
+            Edit(span.start, span.end, self._asked_model)
+            for span in locate(text, _MODEL_PATHS)
+            if text[span.start : span.start + 1] == b'"'
+        ]
+
+
+def inject(request: Request, served_model: str | None, shown_model: str | None) -> Injection:
+    """Decide what the engine is sent for `request`.
+
+    `served_model` None leaves the model as the agent wrote it; otherwise answers show the agent's own word,
+    or `shown_model` where it named none (what the engine would have said by itself).
+    """
+    doc = request.doc
+    if doc is None:
+        return Injection(request.body, hides_ids=False, hides_logprobs=False, asked_model=None)
+    members: list[tuple[str, bytes]] = []
+    hides_ids = request.unrecordable is None and not doc.get("return_token_ids")
+    asks_for_none = doc.get("logprobs") is None or (request.dialect == "chat" and not doc["logprobs"])
+    hides_logprobs = request.unrecordable is None and asks_for_none
+    body = request.body
+    if served_model is not None:
+        body, added = _set_model(body, doc, orjson.dumps(served_model))
+        members += added
+    if hides_ids:
+        members.append(("return_token_ids", b"true"))
+    if hides_logprobs:
+        members.append(("logprobs", b"true" if request.dialect == "chat" else b"0"))
+    if members:
+        body = set_members(body, members, doc.keys())
+    asked = None if served_model is None else request.model or shown_model
+    return Injection(body, hides_ids=hides_ids, hides_logprobs=hides_logprobs, asked_model=asked)
+
+
+def _set_model(body: bytes, doc: Mapping[str, Any], model: bytes) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """The body with its model exchanged, or, where that takes the scanner, the member to set."""
+    span = only_string_member(body, b"model") if isinstance(doc.get("model"), str) else None
+    if span is None or orjson.loads(body[slice(*span)]) != doc["model"]:
+        return body, [("model", model)]
+    return apply(body, [Edit(*span, model)]), []

@@ -1,0 +1,70 @@
+"""Which call a call follows from, and the state that it was made in.
+
+Best effort, in this process's memory: the parent is the call of the same episode whose messages are the
+longest proper prefix of this one's. Knows message texts as hashes only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+MAX_EPISODES = 4096
+MAX_CALLS_PER_EPISODE = 1024
+
+
+class Lineage:
+    """The calls of the episodes that were active last."""
+
+    def __init__(self, max_episodes: int = MAX_EPISODES) -> None:
+        self._max_episodes = max_episodes
+        self._episodes: OrderedDict[str, dict[bytes, str]] = OrderedDict()  # episode -> messages -> call
+
+    def place(
+        self, episode_id: str | None, call_id: str, doc: Mapping[str, Any] | None
+    ) -> tuple[str | None, str | None]:
+        """Remember a call; give its parent's id and its state key, each None where there is none."""
+        messages = doc.get("messages") if doc is not None else None
+        if not isinstance(messages, list) or not messages:
+            return None, _state_key(doc.get("prompt") if doc is not None else None)
+        prefixes, state_key = _hashes(messages)
+        if episode_id is None:
+            return None, state_key
+        calls = self._episodes.get(episode_id)
+        if calls is None:
+            calls = self._episodes[episode_id] = {}
+            if len(self._episodes) > self._max_episodes:
+                self._episodes.popitem(last=False)
+        else:
+            self._episodes.move_to_end(episode_id)
+        parent = next((calls[prefix] for prefix in reversed(prefixes[:-1]) if prefix in calls), None)
+        if len(calls) >= MAX_CALLS_PER_EPISODE:
+            del calls[next(iter(calls))]
+        calls[prefixes[-1]] = call_id
+        return parent, state_key
+
+    def forget(self, episode_id: str) -> None:
+        self._episodes.pop(episode_id, None)
+
+
+def _hashes(messages: list[Any]) -> tuple[list[bytes], str]:
+    """A running hash after each message, and the last message's own."""
+    running = hashlib.blake2b(digest_size=16)
+    prefixes: list[bytes] = []
+    text = b""
+    for message in messages:
+        text = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+        running.update(b"%d:" % len(text))
+        running.update(text)
+        prefixes.append(running.digest())
+    return prefixes, hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _state_key(prompt: Any) -> str | None:
+    if prompt is None:
+        return None
+    return hashlib.blake2b(orjson.dumps(prompt), digest_size=16).hexdigest()

@@ -1,0 +1,202 @@
+"""The hot path: one ASGI callable for everything that is the engine's.
+
+Decides whether a request may pass, who is calling and whether it is a call to be recorded (exchange.py);
+other public routes are streamed through here, both ways. Knows the engine's routes only through routes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from ..errors import EngineError, UserError
+from .address import read_address
+from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
+from .exchange import Incoming, Parts, serve_call
+from .inject import Injection, inject
+from .policies import Served
+from .request import read_request
+from .routes import find_route
+from .splice import Edit, apply, locate
+from .upstream import FAILURES, Headers, response_headers
+
+logger = logging.getLogger("lightning.relay")
+
+_BODILESS = ("GET", "HEAD", "OPTIONS")
+
+
+class Relay:
+    """ASGI application. `token` None: whoever reaches the port may use it."""
+
+    def __init__(self, parts: Parts, *, token: str | None, max_body_bytes: int) -> None:
+        self._parts = parts
+        self._token = None if token is None else token.encode()
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: Headers = scope["headers"]
+        client = Client(receive, send, self._max_body_bytes)
+        if self._token is not None and not has_token(headers, self._token):
+            await client.refuse(401, "wrong or missing API key: send the proxy's token as the API key")
+            return
+        try:
+            address = read_address(scope["raw_path"], headers)
+        except UserError as error:
+            await client.refuse(400, str(error))
+            return
+        route = find_route(address.engine_path)
+        if route is None:
+            # Word for word what the engine says of routes that it does not have.
+            await client.send_json(404, {"detail": "Not Found"})
+            return
+        query: bytes = scope["query_string"]
+        path_and_query = (address.engine_path + (b"?" + query if query else b"")).decode("latin-1")
+        incoming = Incoming(route, address, headers, path_and_query)
+        try:
+            if route.dialect is not None and scope["method"] == "POST":
+                await serve_call(self._parts, client, incoming)
+            else:
+                await self._pass(scope["method"], client, incoming)
+        finally:
+            client.close()
+
+    async def _pass(self, method: str, client: Client, incoming: Incoming) -> None:
+        """A route without a row: stream the request up and the answer down."""
+        shows_models = (method, incoming.route.path) == ("GET", "/v1/models")
+        try:
+            body, injection = await self._read_request(method, client, incoming.header(b"content-type"))
+        except BodyTooLargeError:
+            await client.refuse(413, TOO_LARGE)
+            return
+        except ClientGoneError:
+            return
+        try:
+            answer = await self._parts.upstream.send(
+                method,
+                incoming.path_and_query,
+                incoming.headers,
+                body,
+                wants_plain=injection is not None or shows_models,
+            )
+        except FAILURES as error:
+            engine = self._parts.upstream.engine_url
+            if client.sent_too_much:
+                await client.refuse(413, TOO_LARGE)
+            elif not client.gone:
+                await client.refuse(502, f"the engine at {engine} is not reachable: {error}")
+            return
+        except asyncio.CancelledError:
+            if client.was_interrupted():
+                return
+            raise
+        try:
+            await self._answer(client, answer, injection, shows_models)
+        except asyncio.CancelledError:
+            if not client.was_interrupted():
+                raise
+        finally:
+            if not answer.content.at_eof():
+                answer.close()
+
+    async def _read_request(
+        self, method: str, client: Client, content_type: str | None
+    ) -> tuple[bytes | AsyncIterator[bytes] | None, Injection | None]:
+        """The body to send: nothing, the stream itself, or JSON in which an alias has been resolved."""
+        if method in _BODILESS:
+            await client.body()
+            client.watch()
+            return None, None
+        if content_type is not None and content_type.startswith("application/json"):
+            body = await client.body()
+            client.watch()
+            request = read_request("plain", body)
+            if request.model is None:
+                return body, None
+            served = self._served(request.model)
+            if served is None or served.model is None:
+                return body, None
+            injection = inject(request, served.model, None)
+            return injection.body, injection
+        return _then_watch(client), None
+
+    def _served(self, model: str) -> Served | None:
+        try:
+            return self._parts.live.resolve(model, None)
+        except EngineError:
+            return None
+
+    async def _answer(
+        self,
+        client: Client,
+        answer: aiohttp.ClientResponse,
+        injection: Injection | None,
+        shows_models: bool,
+    ) -> None:
+        if answer.status == 200 and (injection is not None or shows_models):
+            body = await answer.read()
+            doc = _json_object(body)
+            if doc is not None:
+                body = (
+                    injection.undo_json(body, doc)
+                    if injection is not None
+                    else self._with_policies(body, doc)
+                )
+            await client.start(answer.status, response_headers(answer, len(body)))
+            await client.write(body, is_last=True)
+            return
+        await client.start(answer.status, response_headers(answer))
+        try:
+            async for data in answer.content.iter_any():
+                await client.write(data)
+        except FAILURES as error:
+            logger.warning("the engine's answer broke off: %s", error)
+            return  # without a clean end
+        await client.write(b"", is_last=True)
+
+    def _with_policies(self, body: bytes, doc: dict[str, Any]) -> bytes:
+        """The engine's list of models and, behind it, the names under which policies are served."""
+        cards = doc.get("data")
+        if not isinstance(cards, list):
+            return body
+        by_id = {card.get("id"): card for card in cards if isinstance(card, dict)}
+        added = [
+            orjson.dumps({**by_id[model], "id": policy})
+            for policy, model in self._parts.live.visible_models().items()
+            if policy not in by_id and model in by_id
+        ]
+        spans = locate(body, {("data",)})
+        if not added or not spans:
+            return body
+        end = spans[-1].end - 1  # before the closing bracket
+        return apply(body, [Edit(end, end, b"," + b",".join(added))])
+
+
+async def _then_watch(client: Client) -> AsyncIterator[bytes]:
+    async for part in client.body_parts():
+        yield part
+    client.watch()
+
+
+def _json_object(body: bytes) -> dict[str, Any] | None:
+    try:
+        doc = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return doc if isinstance(doc, dict) else None
+
+
+def has_token(headers: Headers, token: bytes) -> bool:
+    """Whether one of the places where clients put their API key holds the token (constant time each)."""
+    keys = [value for name, value in headers if name in (b"x-api-key", b"api-key")]
+    for name, value in headers:
+        scheme, _, key = value.partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            keys.append(key)
+    matches = [hmac.compare_digest(key.strip(), token) for key in keys]
+    return any(matches)

@@ -1,0 +1,134 @@
+"""The connection to the engine: one aiohttp session, and which headers travel in which direction.
+
+Knows HTTP; nothing of calls, tokens or the log. Bodies pass as bytes, compressed ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from functools import lru_cache
+
+import aiohttp
+from yarl import URL
+
+from .address import OUR_HEADERS
+
+Headers = list[tuple[bytes, bytes]]
+
+CONNECT_TIMEOUT_SEC = 5.0
+KEEP_ALIVE_SEC = 4.0
+"""Less than vLLM's own 5 s: a connection that the engine is about to close must not take a POST."""
+
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# Keys never travel: the client's may be the proxy's token or name an episode, and the engine's is our own.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"authorization",
+    b"x-api-key",
+    b"api-key",
+}
+
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+"""What can be raised while the engine is asked or read."""
+
+
+class Upstream:
+    """The engine, as the relay sees it. Create and close it on the event loop."""
+
+    def __init__(self, engine_url: str, api_key: str | None) -> None:
+        self.engine_url = engine_url
+        self._authorization = f"Bearer {api_key}" if api_key else None
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SEC),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SEC, sock_read=None),
+            auto_decompress=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+            read_bufsize=2**18,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def send(
+        self,
+        method: str,
+        path_and_query: str,
+        headers: Headers,
+        body: bytes | AsyncIterator[bytes] | None,
+        *,
+        wants_plain: bool = False,
+    ) -> aiohttp.ClientResponse:
+        """Ask the engine; returns at the answer's head. `wants_plain`: the answer must not be compressed."""
+        forwarded = request_headers(headers, keeps_length=not isinstance(body, bytes))
+        if wants_plain:
+            plain = ("accept-encoding", "identity")
+            forwarded = [plain if pair[0] == "accept-encoding" else pair for pair in forwarded]
+        if self._authorization is not None:
+            forwarded.append(("authorization", self._authorization))
+        return await self._session.request(
+            method,
+            _url(self.engine_url + path_and_query),
+            headers=forwarded,
+            data=body,
+            allow_redirects=False,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _url(text: str) -> URL:
+    return URL(text, encoded=True)  # as the client spelled it
+
+
+def request_headers(headers: Headers, *, keeps_length: bool = False) -> list[tuple[str, str]]:
+    """What the engine is sent of the client's headers, in their order."""
+    named = _named_by_connection(headers)
+    return [
+        (name.decode("latin-1"), _value(value))
+        for name, value in headers
+        if (name not in _NOT_FORWARDED or (keeps_length and name == b"content-length"))
+        and not name.startswith(OUR_HEADERS)
+        and name not in named
+    ]
+
+
+def response_headers(answer: aiohttp.ClientResponse, length: int | None = None) -> Headers:
+    """What the client is sent of the engine's headers, in their order; `length` where the body changed."""
+    pairs = [(name.lower(), value) for name, value in answer.raw_headers]
+    named = _named_by_connection(pairs)
+    return [
+        (name, str(length).encode() if length is not None and name == b"content-length" else value)
+        for name, value in pairs
+        if name not in _HOP_BY_HOP and name not in named
+    ]
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    """Headers that `Connection` declares to be for this hop only."""
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+            named.update(token.strip().lower() for token in value.split(b","))
+    return named
+
+
+def _value(value: bytes) -> str:
+    try:
+        return value.decode()  # aiohttp writes header values as UTF-8
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

@@ -1,0 +1,85 @@
+"""The real proxy in front of a fake engine, with a real SQLite log, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fakes.fake_vllm import FakeVllm, serving
+
+from lightning_rl.proxy.app import ProxyApp
+from lightning_rl.settings import ProxySettings
+from lightning_rl.store.database import Database
+
+
+@dataclass
+class Running:
+    engine: FakeVllm
+    engine_url: str
+    proxy: ProxyApp
+    url: str
+    database: Database
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        with self.database.read() as conn:
+            return [dict(row) for row in conn.exec_driver_sql(f"SELECT * FROM {table}").mappings()]
+
+
+@contextlib.contextmanager
+def running_proxy(tmp_path: Path, engine: FakeVllm | None = None, **settings: Any) -> Iterator[Running]:
+    engine = engine or FakeVllm()
+
+    async def know_base(app: ProxyApp) -> None:
+        app.live.set_base_model(engine.models[0])
+
+    with serving(engine) as engine_url:
+        database = Database.open(f"sqlite:///{tmp_path}/log.db")
+        chosen = ProxySettings.load(engine_url=engine_url, db=database.url, **settings)
+        proxy = ProxyApp(chosen, database, background=[know_base])
+        try:
+            with serving(
+                proxy,
+                lifespan="on",
+                http="httptools",
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=5,
+            ) as url:
+                yield Running(engine, engine_url, proxy, url, database)
+        finally:
+            database.close()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+    is_broken: bool = False  # the connection ended before the body did
+
+
+def ask(
+    root: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+    method: str | None = None,
+) -> Answer:
+    """One request over a connection of its own, as plain as it gets."""
+    connection = http.client.HTTPConnection(urlsplit(root).netloc, timeout=30)
+    try:
+        sent = {"content-type": "application/json"} if body is not None else {}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, sent | (headers or {}))
+        response = connection.getresponse()
+        try:
+            received, is_broken = response.read(), False
+        except http.client.IncompleteRead as error:
+            received, is_broken = error.partial, True
+        return Answer(response.status, response.getheaders(), received, is_broken)
+    finally:
+        connection.close()

@@ -31,7 +31,7 @@ GRACE_SEC = 15.0
 _PHASES: tuple[tuple[str, str], ...] = (
     (r"Starting to load model|Loading safetensors", "loading weights"),
     (r"Loading weights took", "warming up"),
-    (r"for the compilation|torch\.compile|Dynamo bytecode|Compiling a graph", "compiling"),
+    (r"Dynamo bytecode transform|Compiling a graph|saved AOT compiled", "compiling"),
     (r"Capturing (CUDA|cudagraph)|Graph capturing", "capturing CUDA graphs"),
     (r"Warming up done|init engine \(", "starting the server"),
 )

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +64,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
     )
     machine = look_at_machine()
     check_first(options, machine)
+    options = replace(options, model=model.resolve())  # the proxy reads this folder too, from elsewhere
     _run(options, machine, log or Path(tempfile.gettempdir()) / f"lightning-engine-{port}.log", verbose)
 
 

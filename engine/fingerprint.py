@@ -15,7 +15,7 @@ from .probes import PROBE_MESSAGES, PROBE_TEXT, fingerprint_id, template_probe, 
 
 RAW = "raw_logprobs"
 PROCESSED = "processed_logprobs"
-_FLAT, _STEEP = 8.0, 1.0
+_STEEP, _FLAT = 0.5, 2.0  # vLLM takes none above 2
 
 
 async def read_fingerprint(client: EngineClient) -> Fingerprint:

@@ -113,8 +113,8 @@ def environment(options: ServeOptions, machine: Machine, given: Mapping[str, str
     if machine.device is Device.CPU:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(machine.available_bytes))
         if 1 < len(machine.cores) <= 4:
-            # vLLM keeps one core for its scheduler: of two, that is half of the machine (measured on two cores,
-            # 64 answers at once: 139 tokens/s so, 199 with a thread on each).
+            # vLLM keeps one core for its scheduler: of two, that is half of the machine (measured on two: 64
+            # answers at once came at 139 tokens/s so, at 199 with a thread on each).
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in machine.cores)
     return {name: value for name, value in wanted.items() if name not in given}
 

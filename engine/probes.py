@@ -32,7 +32,7 @@ CANARY_TEXTS: tuple[str, ...] = (
     "almost half as long again, and the tea never tastes quite the same. The first people who measured this "
     "carried their glass tubes on mules, wrote the numbers into small books, and argued about them for "
     "thirty years. Their tables were used by sailors, who wanted to know about storms, and by surveyors, who "
-    "wanted to know how high they stood. Today a telephone does it unasked, and few of its owners know that. ",
+    "wanted to know how high they stood. Today a telephone does it, and few of its owners know that it can. ",
     "Question: A shop sells pencils at 3 for 2 euros. How much are 21 pencils?\n"
     "Answer: 21 / 3 = 7 packs, and 7 * 2 = 14 euros.\n"
     "Question: A train of 12 wagons has 48 seats in each. 5 are full, the others half full. How many ride?\n"

@@ -1,7 +1,7 @@
 """A version's folder, looked at before an engine loads it.
 
-A folder that vLLM 0.32 can't load kills it (full weights) or is refused half-way (adapters): everything that can be
-known from outside is checked here first. Reads files only; knows neither the database nor the engine.
+A folder that vLLM 0.32 can't load kills it (full weights) or is refused half-way (adapters): everything that
+can be known from outside is checked here first. Reads files only; knows neither the database nor the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Shapes = dict[str, tuple[int, ...]]
 def check_files(path: Path, kind: WeightsKind, checksum: str | None, base: Path | None) -> None:
     """Raise PublishError with the first thing that is wrong with a version's folder.
 
-    `base` is the folder of the base model if it can be read: full weights must have its tensors, name by name.
+    `base` is the folder of the base model if it can be read: full weights must have its tensors, name by
+    name.
     """
     config = "adapter_config.json" if kind is WeightsKind.LORA else "config.json"
     if not path.is_dir():
@@ -41,7 +42,8 @@ def check_files(path: Path, kind: WeightsKind, checksum: str | None, base: Path 
 
 
 def checksum_of(folder: Path) -> str:
-    """SHA-256 over the weight files in the order of their names, as the trainer writes it into its candidate."""
+    """SHA-256 over the weight files in the order of their names, as the trainer writes it into its
+    candidate."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -51,7 +53,8 @@ def checksum_of(folder: Path) -> str:
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Names and shapes of all tensors in a folder; PublishError where a file is missing, cut or unreadable."""
+    """Names and shapes of all tensors in a folder; PublishError where a file is missing, cut or
+    unreadable."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise PublishError(f"{folder} holds no *.safetensors file")

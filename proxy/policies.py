@@ -184,10 +184,14 @@ class LivePolicies:
         """An older version that is loaded too, for the episodes that are pinned to it."""
         self._loaded[policy].names.setdefault(version, model)
 
+    def is_answering(self, policy: str, version: int) -> bool:
+        """Whether a call in flight is served by this version."""
+        return self._in_flight.get((policy, version), 0) > 0
+
     def is_in_use(self, policy: str, version: int) -> bool:
         """Whether a call in flight or an episode's pin still needs this version."""
         self._drop_old_pins()
-        if self._in_flight[policy, version] > 0:
+        if self.is_answering(policy, version):
             return True
         return any(key[0] == policy and pin.version == version for key, pin in self._pins.items())
 

@@ -2,19 +2,21 @@
 
 Pure: no I/O, no SQL, no engine. All logprobs are natural logarithms over the same tokens in the same order.
 
-The statistic. Per token, t = trainer after - trainer before, and e = engine after - engine before. Over the tokens
-that the step moved most (the tenth with the largest |t|, at least 8):
+The statistic. Per token, t = trainer after - trainer before, and e = engine after - engine before. Over the
+tokens that the step moved most (the tenth with the largest |t|, at least 8):
 
     slope     = sum(t * e) / sum(t * t)             1: the engine moved as the trainer did; 0: it stood still
     residual  = sqrt(sum((e - t)^2) / sum(t * t))   0: exactly so; 1: as far off as standing still
 
-Taking the engine's own change cancels what engine and trainer always disagree on (precision, kernels). Where the
-engine did not serve the trainer's `before` to begin with (a rollback, a skipped version), its change means nothing,
-and e = engine after - trainer before is judged instead: either of the two suffices, no other weights satisfy one.
+Taking the engine's own change cancels what engine and trainer always disagree on (precision, kernels). Where
+the engine did not serve the trainer's `before` to begin with (a rollback, a skipped version), its change
+means nothing, and e = engine after - trainer before is judged instead: either of the two suffices, no other
+weights satisfy one.
 
-The resolution is what the engine can't tell apart: the RMS distance between engine and trainer where they hold the
-same weights, or between two scorings of the same tokens if that is larger. A step that moved its tokens by less than
-3 times that is indistinguishable: accepted, and said so, unless the engine is clearly somewhere else altogether.
+The resolution is what the engine can't tell apart: the RMS distance between engine and trainer where they
+hold the same weights, or between two scorings of the same tokens if that is larger. A step that moved its
+tokens by less than 3 times that is indistinguishable: accepted, and said so, unless the engine is clearly
+somewhere else altogether.
 """
 
 from __future__ import annotations
@@ -85,15 +87,17 @@ def judge_weights(
 ) -> Judgement:
     """Judge whether the engine's change follows the trainer's.
 
-    `engine_before`: under the version that served until now, None if it was not scored. `noise_rms`: between two
-    scorings of the same tokens. `known_gap_rms`: between engine and trainer on an earlier, accepted version.
+    `engine_before`: under the version that served until now, None if it was not scored. `noise_rms`: between
+    two scorings of the same tokens. `known_gap_rms`: between engine and trainer on an earlier, accepted
+    version.
     """
     num = len(trainer_after)
-    assert num and len(trainer_before) == len(engine_after) == num, "the probe's sequences are aligned"
+    assert len(trainer_before) == len(engine_after) == num > 0, "the probe's sequences are aligned"
     change = _minus(trainer_after, trainer_before)
     gap = _rms(_minus(engine_after, trainer_after))
     old_gap = None if engine_before is None else _rms(_minus(engine_before, trainer_before))
-    # The engine may not have held `before`: then old_gap is a real difference, and an earlier gap is the better guess.
+    # The engine may not have held `before`: then old_gap is a real difference, and an earlier gap is the
+    # better guess.
     gaps = [value for value in (old_gap, known_gap_rms) if value is not None]
     resolution = max(FLOOR, noise_rms, min(gaps, default=0.0))
     moved = _moved_most(change)
@@ -141,8 +145,8 @@ class PrimedPrompt:
 def judge_cache(prompts: Sequence[PrimedPrompt], *, noise: float) -> tuple[Result, float]:
     """Whether answers through the prefix cache are those past it; and the largest difference between the two.
 
-    Keys and values of the old version under the new weights miss the new distribution by about as much as it moved.
-    `noise` is the largest difference of two such answers by one version.
+    Keys and values of the old version under the new weights miss the new distribution by about as much as it
+    moved. `noise` is the largest difference of two such answers by one version.
     """
     moved = max((_largest(prompt.old, prompt.fresh) for prompt in prompts), default=0.0)
     missed = max((_largest(prompt.primed, prompt.fresh) for prompt in prompts), default=0.0)

@@ -81,13 +81,14 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     from ..store.database import Database
     from .app import ProxyApp
     from .engine_watch import read_base_model, watch_engine
+    from .publisher import publish
 
     _set_up_logging(settings.log_level)
     listener = _listen(settings.host, settings.port)
     try:
         database = Database.open(settings.db)
         try:
-            proxy = ProxyApp(settings, database, background=[watch_engine])
+            proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
             if checks_engine:
                 proxy.live.set_base_model(asyncio.run(read_base_model(settings)))
             _make_server(proxy, listener).run(sockets=[listener])

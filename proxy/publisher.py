@@ -227,7 +227,7 @@ class Publisher:
             raise PublishError("it names no folder")
         if version.kind is WeightsKind.FULL and not self._is_ours(version):
             raise PublishError(
-                f"full weights would replace what the engine's base name stands for, {self._settings.policy!r}; "
+                f"full weights would replace {self._settings.policy!r}, which the engine serves under its base name; "
                 "train a LoRA for a second policy"
             )
         await self._check_files(version, await self._engine.base_model())

@@ -80,7 +80,7 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
 
     from ..store.database import Database
     from .app import ProxyApp
-    from .engine_watch import read_base_model, watch_engine
+    from .engine_watch import require_engine, watch_engine
     from .publisher import publish
 
     _set_up_logging(settings.log_level)
@@ -88,9 +88,9 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     try:
         database = Database.open(settings.db)
         try:
-            proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
             if checks_engine:
-                proxy.live.set_base_model(asyncio.run(read_base_model(settings)))
+                asyncio.run(require_engine(settings))
+            proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
             _make_server(proxy, listener).run(sockets=[listener])
         except KeyboardInterrupt:
             pass  # uvicorn has drained by now, and raises the signal again

@@ -259,7 +259,7 @@ class Exchange:
         end = self._end(Answer(), CallStatus.ERROR, note)
         if await self._record(end):
             await self._client.start(answer.status, response_headers(answer))
-            if received and self._injection.is_nothing:
+            if received and (self._injection.is_nothing or answer.status >= 400):
                 await self._client.write(received)
             self._delivered()
 

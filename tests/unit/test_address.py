@@ -1,0 +1,106 @@
+"""Who is calling: which mark wins, what conflicts, what is left for the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_rl.errors import UserError
+from lightning_rl.proxy.address import attribute, read_address
+
+
+def test_nothing_named() -> None:
+    address = read_address(b"/v1/chat/completions", [(b"user-agent", b"x")])
+    found = attribute(address, {"messages": []})
+    assert address.engine_path == b"/v1/chat/completions"
+    assert (found.episode_id, found.rule, found.conflict) == (None, "none", None)
+
+
+def test_path_names_everything_and_is_taken_off() -> None:
+    path = b"/episodes/a%2Fb%20%C3%BC/tasks/t1/batches/b1/agents/writer/v1/chat/completions"
+    address = read_address(path, [])
+    found = attribute(address, None)
+    assert address.engine_path == b"/v1/chat/completions"
+    assert (found.episode_id, found.task_id, found.batch, found.agent) == ("a/b ü", "t1", "b1", "writer")
+    assert found.rule == "path"
+
+
+def test_headers_with_path_only_for_the_agent() -> None:
+    address = read_address(b"/agents/planner/v1/models", [(b"x-lightning-episode", b"e")])
+    found = attribute(address, None)
+    assert (found.episode_id, found.agent, found.rule) == ("e", "planner", "header")
+    assert address.engine_path == b"/v1/models"
+
+
+def test_headers() -> None:
+    headers = [
+        (b"x-lightning-episode", b" e1 "),
+        (b"x-lightning-task", b"t"),
+        (b"x-lightning-batch", b"b"),
+        (b"x-lightning-agent", "lektör".encode()),
+        (b"x-lightning-tags", b"seed=7, split = train ,flag"),
+    ]
+    found = attribute(read_address(b"/v1/completions", headers), None)
+    assert (found.episode_id, found.task_id, found.batch, found.agent) == ("e1", "t", "b", "lektör")
+    assert found.tags == {"seed": "7", "split": "train", "flag": ""}
+    assert found.rule == "header"
+
+
+@pytest.mark.parametrize(
+    ("header", "rule"),
+    [
+        (b"x-session-id", "alias:X-Session-Id"),
+        (b"helicone-session-id", "alias:Helicone-Session-Id"),
+        (b"x-litellm-session-id", "alias:X-Litellm-Session-Id"),
+        (b"litellm_session_id", "alias:litellm_session_id"),
+    ],
+)
+def test_aliases(header: bytes, rule: str) -> None:
+    found = attribute(read_address(b"/v1/completions", [(header, b"s")]), None)
+    assert (found.episode_id, found.rule) == ("s", rule)
+
+
+def test_body_marks_are_the_weakest() -> None:
+    body = {"metadata": {"episode_id": "from-body", "task_id": "t", "agent": "a"}}
+    found = attribute(read_address(b"/v1/completions", []), body)
+    assert (found.episode_id, found.task_id, found.agent, found.rule) == ("from-body", "t", "a", "body")
+    found = attribute(read_address(b"/v1/completions", []), {"litellm_session_id": "s"})
+    assert (found.episode_id, found.rule) == ("s", "alias:litellm_session_id")
+
+
+def test_the_strongest_mark_wins_and_the_others_are_told() -> None:
+    headers = [(b"x-lightning-episode", b"H"), (b"x-session-id", b"P"), (b"helicone-session-id", b"S")]
+    found = attribute(read_address(b"/episodes/P/v1/models", headers), {"metadata": {"episode_id": "B"}})
+    assert (found.episode_id, found.rule) == ("P", "path")
+    assert found.conflict == "header says 'H'; alias:Helicone-Session-Id says 'S'; body says 'B'"
+
+
+def test_agreeing_marks_do_not_conflict() -> None:
+    found = attribute(read_address(b"/episodes/e/v1/models", [(b"x-lightning-episode", b"e")]), None)
+    assert found.conflict is None
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (b"/episodes//v1/models", []),
+        (b"/episodes/e", []),
+        (b"/episodes/a%00b/v1/models", []),
+        (b"/episodes/a/episodes/b/v1/models", []),
+        (b"/episodes/" + b"x" * 257 + b"/v1/models", []),
+        (b"/v1/models", [(b"x-lightning-episode", b"x" * 257)]),
+        (b"/v1/models", [(b"x-lightning-agent", b"a\x01b")]),
+    ],
+)
+def test_what_can_not_be_a_name_is_refused_in_one_line(
+    path: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
+    with pytest.raises(UserError) as error:
+        read_address(path, headers)
+    assert "\n" not in str(error.value)
+
+
+def test_foreign_marks_that_can_not_be_names_are_no_marks() -> None:
+    address = read_address(b"/v1/models", [(b"x-session-id", b"x" * 999)])
+    body = {"metadata": {"episode_id": 7}, "litellm_session_id": ["a"]}
+    assert attribute(address, body).episode_id is None
+    assert attribute(address, {"metadata": "text"}).episode_id is None

@@ -92,7 +92,10 @@ class Publisher:
     async def step(self) -> None:
         """Look at the engine, set it up if it is new, take candidates, unload what has drained."""
         try:
-            await self._look_at_engine()
+            try:
+                await self._look_at_engine()
+            finally:
+                self._live.gate.open()  # closed by `run` or by `_set_up`; a swap opens its own
             for version in await self._read(lambda conn: versions_with_status(conn, *_WAITING)):
                 await self._publish(version)
             await self._unload_drained()
@@ -101,8 +104,6 @@ class Publisher:
             if isinstance(error, EngineGoneError):
                 self._forget_engine()
             self._say(str(error))
-        finally:
-            self._live.gate.open()
 
     # --- the engine comes and goes ---
 
@@ -160,10 +161,10 @@ class Publisher:
                 await load_weights(self._engine, base.root, label_of(None))
             return None
         try:
-            if label != label_of(full):
+            if label != label_of(full) or not await self._is_proven(base.name, base, full):
                 await self._check_files(full, base)
                 await load_weights(self._engine, full.path, label_of(full))
-            await self._prove(base.name, base, full)
+                await self._prove(base.name, base, full)
         except EngineGoneError:
             raise
         except EngineError as error:
@@ -201,6 +202,14 @@ class Publisher:
         if not probed.is_accepted:
             raise RejectedError(probed.reason, probed.numbers())
 
+    async def _is_proven(self, model: str, base: EngineModel, row: PolicyVersion) -> bool:
+        """A label is only a note: somebody may have reloaded other weights under it."""
+        try:
+            await self._prove(model, base, row)
+        except RejectedError:
+            return False
+        return True
+
     # --- candidates ---
 
     async def _publish(self, version: PolicyVersion) -> None:
@@ -227,7 +236,7 @@ class Publisher:
             raise PublishError("it names no folder")
         if version.kind is WeightsKind.FULL and not self._is_ours(version):
             raise PublishError(
-                f"full weights would replace {self._settings.policy!r}, which the engine serves under its base name; "
+                f"full weights would replace {self._settings.policy!r} under the engine's base name; "
                 "train a LoRA for a second policy"
             )
         await self._check_files(version, await self._engine.base_model())

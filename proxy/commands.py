@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -147,9 +148,12 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"can't listen on {host}:{port}: {error.strerror}; end what is there or choose another --port"
-        ) from None
+        steps = {
+            errno.EADDRINUSE: "end what is there or choose another --port",
+            errno.EACCES: "choose a --port above 1023",
+        }
+        step = steps.get(error.errno or 0, "choose another --host")
+        raise UserError(f"can't listen on {host}:{port}: {error.strerror}; {step}") from None
     return listener
 
 

@@ -231,6 +231,7 @@ class Recorder:
                 if self._fault is not None:
                     logger.warning("the log can be written again")
                     self._fault = None
+                self._batch_since = None  # before anybody is told that it is done
                 self._resolve(batch, None)
                 return
 

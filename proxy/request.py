@@ -94,7 +94,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
 
 
 def _unrecordable(dialect: str, doc: Mapping[str, Any], content_type: str) -> str | None:
-    """Why nothing may be injected. docs/transparency.md lists these cases; anything else is recorded."""
+    """Why nothing may be injected. docs/recording.md lists these cases; anything else is recorded."""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         return "content type is not application/json"
     if dialect not in _OF_DIALECT:

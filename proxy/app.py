@@ -17,8 +17,8 @@ from ..store.append import add_fingerprint
 from ..store.database import Database
 from .api import ApiContext, create_api
 from .client import Client, Receive, Scope, Send
-from .exchange import Parts
 from .gate import Gate
+from .incoming import Parts
 from .lineage import Lineage
 from .policies import LivePolicies
 from .recorder import Recorder

@@ -8,58 +8,28 @@ is inject.py's, what a row says capture.py's.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import aiohttp
 import orjson
 
 from ..errors import EngineError, StoreError
-from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallKind, CallStatus, new_id, now_ms
-from .address import Address, attribute
+from ..records import CallDelivered, CallEnd, CallIntent, CallStatus, now_ms
+from .address import attribute
 from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
+from .incoming import Incoming, Parts, make_intent
 from .inject import Injection, inject
-from .lineage import Lineage
-from .policies import Lease, LivePolicies, Served
-from .recorder import Recorder
+from .policies import Lease
 from .request import Request, read_request
-from .routes import Route
 from .sse import Framer, data_of
-from .upstream import FAILURES, Headers, Upstream, response_headers
+from .upstream import FAILURES, response_headers
 
 LARGE_ANSWER_BYTES = 256 * 1024
 """Whole answers above this are read in a thread, so that they do not stall other calls."""
 
 logger = logging.getLogger("lightning.relay")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What every exchange needs."""
-
-    live: LivePolicies
-    recorder: Recorder
-    upstream: Upstream
-    lineage: Lineage
-    fingerprint_id: Callable[[], str | None]
-    holds_ends: bool  # durability "commit"
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A request's head, read: what it asks for and in whose name."""
-
-    route: Route
-    address: Address
-    headers: Headers
-    path_and_query: str  # for the engine
-
-    def header(self, name: bytes) -> str | None:
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
 
 async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
@@ -93,37 +63,6 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
         await Exchange(parts, client, request, lease, intent).run(incoming)
     finally:
         lease.release()
-
-
-def make_intent(
-    parts: Parts, incoming: Incoming, request: Request, attribution: Attribution, served: Served
-) -> CallIntent:
-    call_id = new_id()
-    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
-    retries = incoming.header(b"x-stainless-retry-count") or "0"
-    return CallIntent(
-        id=call_id,
-        attribution=attribution,
-        kind=CallKind.POLICY,
-        route=incoming.route.path,
-        dialect=request.dialect,
-        streaming=request.streaming,
-        requested_model=request.model,
-        served_model=served.model or request.model,
-        policy=served.policy,
-        policy_version=served.version,
-        engine_url=parts.upstream.engine_url,
-        fingerprint_id=parts.fingerprint_id(),
-        sampling=request.sampling,
-        request_body=request.body,
-        request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),
-        state_key=state_key,
-        parent_call_id=parent,
-        unrecordable=request.unrecordable,
-        idempotency_key=incoming.header(b"idempotency-key"),
-        retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
-        started_at_ms=now_ms(),
-    )
 
 
 class Exchange:

@@ -18,7 +18,8 @@ import orjson
 from ..errors import EngineError, UserError
 from .address import read_address
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
-from .exchange import Incoming, Parts, serve_call
+from .exchange import serve_call
+from .incoming import Incoming, Parts
 from .inject import Injection, inject
 from .policies import Served
 from .request import read_request

@@ -1,0 +1,72 @@
+"""What an exchange starts from: the parts that all of them share, the request's head, the row of intent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..records import Attribution, CallIntent, CallKind, new_id, now_ms
+from .address import Address
+from .lineage import Lineage
+from .policies import LivePolicies, Served
+from .recorder import Recorder
+from .request import Request
+from .routes import Route
+from .upstream import Headers, Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every exchange needs."""
+
+    live: LivePolicies
+    recorder: Recorder
+    upstream: Upstream
+    lineage: Lineage
+    fingerprint_id: Callable[[], str | None]
+    holds_ends: bool  # durability "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request's head, read: what it asks for and in whose name."""
+
+    route: Route
+    address: Address
+    headers: Headers
+    path_and_query: str  # for the engine
+
+    def header(self, name: bytes) -> str | None:
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+
+def make_intent(
+    parts: Parts, incoming: Incoming, request: Request, attribution: Attribution, served: Served
+) -> CallIntent:
+    call_id = new_id()
+    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
+    retries = incoming.header(b"x-stainless-retry-count") or "0"
+    return CallIntent(
+        id=call_id,
+        attribution=attribution,
+        kind=CallKind.POLICY,
+        route=incoming.route.path,
+        dialect=request.dialect,
+        streaming=request.streaming,
+        requested_model=request.model,
+        served_model=served.model or request.model,
+        policy=served.policy,
+        policy_version=served.version,
+        engine_url=parts.upstream.engine_url,
+        fingerprint_id=parts.fingerprint_id(),
+        sampling=request.sampling,
+        request_body=request.body,
+        request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),
+        state_key=state_key,
+        parent_call_id=parent,
+        unrecordable=request.unrecordable,
+        idempotency_key=incoming.header(b"idempotency-key"),
+        retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
+        started_at_ms=now_ms(),
+    )

@@ -139,7 +139,7 @@ class TrainSettings(_Layered):
         False, description="Start from the base model even if the policy has a live version."
     )
     credit: Literal["lightning"] = Field(
-        "lightning", description="Credit rule; `lightning credit list` shows all."
+        "lightning", description="What an episode's reward makes of its calls."
     )
     scale_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
     weighting: Literal["episode", "token", "constant"] = Field(

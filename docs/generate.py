@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import click
 from pydantic import SecretStr
@@ -30,6 +30,8 @@ def _type(annotation: Any) -> str:
 
 
 def _default(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"`{key} = {item}`" for key, item in value.items())
     return "required" if value is PydanticUndefined else "" if value is None else f"`{value}`"
 
 

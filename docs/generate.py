@@ -20,6 +20,8 @@ def _type(annotation: Any) -> str:
     arguments = get_args(annotation)
     if arguments and all(isinstance(argument, str) for argument in arguments):
         return " \\| ".join(f"`{argument}`" for argument in arguments)
+    if get_origin(annotation) is dict:
+        return "table of strings"
     names = [
         argument.__name__
         for argument in arguments

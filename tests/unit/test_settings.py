@@ -1,0 +1,66 @@
+"""File < environment < flags, and one line for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.errors import SettingsError
+from lightning_rl.settings import ProxySettings, TrainSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_flags_win_over_environment_and_environment_over_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "proxy.toml"
+    file.write_text('db = "sqlite:///file.db"\nport = 1\npolicy = "from-file"\n')
+    monkeypatch.setenv("LIGHTNING_DB", "sqlite:///environment.db")
+    monkeypatch.setenv("LIGHTNING_PROXY_PORT", "2")
+    loaded = ProxySettings.load(file, port=3, host=None)
+    assert (loaded.db, loaded.port, loaded.policy, loaded.host) == (
+        "sqlite:///environment.db",
+        3,
+        "from-file",
+        "127.0.0.1",
+    )
+    assert ProxySettings.load(file).port == 2
+
+
+def test_a_file_read_once_does_not_colour_the_next(tmp_path):
+    file = tmp_path / "proxy.toml"
+    file.write_text("port = 1\n")
+    assert ProxySettings.load(file).port == 1
+    assert ProxySettings.load().port == 8400
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot = 1", "unknown setting 'prot' in"),
+        ("port = 99999", "setting 'port'"),
+        ("port = ", "not valid TOML"),
+        ('durability = "maybe"', "setting 'durability'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path, text, says):
+    file = tmp_path / "proxy.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=says) as caught:
+        ProxySettings.load(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_missing_setting_are_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"no such configuration file: .*nope\.toml"):
+        ProxySettings.load(tmp_path / "nope.toml")
+    with pytest.raises(SettingsError, match="'model'"):
+        TrainSettings.load()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+def test_every_shipped_configuration_loads(file):
+    if file.name.startswith("proxy"):
+        ProxySettings.load(file)
+    else:
+        TrainSettings.load(file, model=Path("anywhere"))

@@ -44,7 +44,7 @@ async def examine(client: EngineClient) -> list[Finding]:
         await _prompt_logprobs(client, base),
         await _adapters(client),
         await _reload(client),
-        await _scale_out(client),
+        await _scale_out(client, base.name),
     ]
 
 
@@ -164,13 +164,11 @@ async def _reload(client: EngineClient) -> Finding:
     )
 
 
-async def _scale_out(client: EngineClient) -> Finding:
-    answer = await client.ask("POST", "/v1/chat/completions/render", {"model": "", "messages": []})
-    if answer.status in (403, 404) and "not found" not in str(answer.doc).lower().replace("detail", ""):
-        is_on = False
-    else:
-        is_on = answer.status not in (403, 405)
-    if is_on:
+async def _scale_out(client: EngineClient, model: str) -> Finding:
+    """Rendering gives the prompt's ids and generates nothing."""
+    body = {"model": model, "messages": _MESSAGES}
+    answer = await client.ask("POST", "/v1/chat/completions/render", body)
+    if answer.status == 200:
         return Finding("rendering", True, False, "scale-out routes are on")
     lost = "prompts of other dialects can't be compared with the engine's own"
     return Finding("rendering", False, False, f"refused with {answer.status}", lost, "--enable-scale-out")

@@ -207,11 +207,11 @@ def test_phases_are_read_off_the_log(line: str, phase: str | None) -> None:
 
 LOG = """\
 INFO:     Started
-(Worker pid=9) ERROR 11-30 13:06:43 [multiproc_executor.py:1063] Traceback (most recent call last):
-(Worker pid=9) ERROR 11-30 13:06:43 [multiproc_executor.py:1063] ValueError: To serve at least one request with the \
-model's max seq len (8192), 2.0 GiB KV cache is needed
-(EngineCore pid=8) ERROR 11-30 13:06:43 [core.py:1512] RuntimeError: WorkerProc initialization failed. See stack
-(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(Worker pid=9) ERROR 11-30 13:06:43 [executor.py:1063] Traceback (most recent call last):
+(Worker pid=9) ERROR 11-30 13:06:43 [executor.py:1063] ValueError: To serve at least one request with \
+the model's max seq len (8192), 2.0 GiB KV cache is needed
+(EngineCore pid=8) ERROR 11-30 13:06:43 [core.py:1512] RuntimeError: WorkerProc initialization failed. See …
+(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed: {}
 """
 
 

@@ -18,6 +18,7 @@ from fakes.reference_loss import CLIP_HIGH, CLIP_LOW, loss_by_hand, reference_lo
 from peft import LoraConfig, get_peft_model
 
 from lightning_rl.records import Transition, token_ids
+from lightning_rl.trainer import scoring
 from lightning_rl.trainer.batch import rows_batches, tree_batches
 from lightning_rl.trainer.trl_bridge import (
     BridgeSettings,
@@ -122,9 +123,19 @@ def model(request):
     return made
 
 
-@pytest.mark.parametrize("max_tokens", [30, 4096])
-@pytest.mark.parametrize("pack", [tree_batches, rows_batches])
-def test_gradients_agree_with_a_loss_written_by_hand(model, pack, max_tokens, tmp_path):
+@pytest.mark.parametrize(
+    "packing",
+    [
+        (tree_batches, 30, scoring.HELD_LOGITS),
+        (tree_batches, 4096, scoring.HELD_LOGITS),
+        (tree_batches, 4096, 0),  # TRL's chunked head
+        (rows_batches, 30, 0),
+        (rows_batches, 4096, scoring.HELD_LOGITS),
+    ],
+)
+def test_gradients_agree_with_a_loss_written_by_hand(model, packing, tmp_path, monkeypatch):
+    pack, max_tokens, held_logits = packing
+    monkeypatch.setattr(scoring, "HELD_LOGITS", held_logits)
     made = recorded(model)
     trainer = make_trainer(model, tmp_path)
     expected, expected_loss = hand_gradient(trainer.model, made)
@@ -212,6 +223,21 @@ def test_sequence_logprobs_score_every_position(tmp_path):
         with torch.no_grad():
             expected = reference_logprobs(model, transition("x", ids[:1].tolist(), ids[1:].tolist()))
         assert list(values) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("held_logits", [scoring.HELD_LOGITS, 0])
+def test_the_entropy_is_of_the_distribution_that_was_sampled_from(held_logits, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "HELD_LOGITS", held_logits)
+    model = tiny_models.llama()
+    made = [transition("a", [3, 4], [5], temperature=0.7), transition("b", [3, 9], [6])]
+    trainer = make_trainer(model, tmp_path)
+    step_gradient(trainer, tree_batches(made, 4096))
+    with torch.no_grad():
+        expected = 0.0
+        for t in made:
+            logits = model(input_ids=torch.tensor([list(t.prompt_ids)])).logits[0, -1] / t.temperature
+            expected += float(torch.distributions.Categorical(logits=logits).entropy())
+    assert trainer.metrics.entropy_mean == pytest.approx(expected / 2, rel=1e-4)
 
 
 def test_the_hooks_have_the_signatures_that_the_bridge_overrides():

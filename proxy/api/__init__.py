@@ -1,5 +1,6 @@
 """The proxy's own HTTP API, under `/lightning/api`: episodes, rewards, policies, status. Off the hot path."""
 
-from .context import ApiContext, create_api
+from .application import create_api
+from .context import ApiContext
 
 __all__ = ["ApiContext", "create_api"]

@@ -1,4 +1,4 @@
-"""The FastAPI application: what its routes are given, and the one line that each error becomes."""
+"""What the API's routes are given."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
-from ... import __version__
-from ...errors import LightningError, StoreError, UnknownEpisodeError, UserError
+from ...errors import StoreError
 from ...settings import ProxySettings
 from ...store.database import Database
 from ..lineage import Lineage
@@ -64,49 +60,3 @@ def _context_of(request: Request) -> ApiContext:
 
 Context = Annotated[ApiContext, Depends(_context_of)]
 """A route's parameter of this type is filled in."""
-
-
-def create_api(context: ApiContext) -> FastAPI:
-    # Here, not above: the routers import this module.
-    from . import episodes, policies, rewards, status
-
-    app = FastAPI(
-        title="lightning proxy",
-        version=__version__,
-        openapi_url="/lightning/api/openapi.json",
-        docs_url="/lightning/api/docs",
-        redoc_url=None,
-    )
-    app.state.context = context
-    for module in (episodes, rewards, policies, status):
-        app.include_router(module.router)
-    app.add_exception_handler(LightningError, _lightning_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    return app
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    headers = {"retry-after": "1"} if status == 503 else None
-    return JSONResponse({"error": {"message": message}}, status_code=status, headers=headers)
-
-
-async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, UnknownEpisodeError):
-        return _error(404, str(error))
-    if isinstance(error, UserError):
-        return _error(400, str(error))
-    return _error(503, str(error))
-
-
-async def _validation_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    return _error(422, f"{where}: {first['msg']}{more}")
-
-
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, str(error.detail))

@@ -1,0 +1,56 @@
+"""The FastAPI application: its routes, and the one line that each error becomes."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ... import __version__
+from ...errors import LightningError, UnknownEpisodeError, UserError
+from . import episodes, policies, rewards, status
+from .context import ApiContext
+
+
+def create_api(context: ApiContext) -> FastAPI:
+    app = FastAPI(
+        title="lightning proxy",
+        version=__version__,
+        openapi_url="/lightning/api/openapi.json",
+        docs_url="/lightning/api/docs",
+        redoc_url=None,
+    )
+    app.state.context = context
+    for module in (episodes, rewards, policies, status):
+        app.include_router(module.router)
+    app.add_exception_handler(LightningError, _lightning_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse({"error": {"message": message}}, status_code=status, headers=headers)
+
+
+async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, UnknownEpisodeError):
+        return _error(404, str(error))
+    if isinstance(error, UserError):
+        return _error(400, str(error))
+    return _error(503, str(error))
+
+
+async def _validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
+    return _error(422, f"{where}: {first['msg']}{more}")
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, str(error.detail))

@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 
+PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
+
 .PHONY: help install model check lint types unit test demo docs wheel clean
 
 help: ## this list
@@ -37,7 +39,8 @@ lint: | $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 types: | $(INSTALLED)
-	@mkdir -p build/types && ln -sfn ../.. build/types/lightning_rl
+	@# mypy can't follow a plain editable install, so the package's own files are linked where it looks.
+	@rm -rf build/types && mkdir -p build/types/lightning_rl && ln -s $(addprefix $(CURDIR)/,$(PACKAGE)) build/types/lightning_rl
 	MYPYPATH=build/types $(BIN)/mypy -p lightning_rl
 	MYPYPATH=build/types:examples/calculator $(BIN)/mypy --explicit-package-bases examples
 

@@ -28,7 +28,7 @@ def now_ms() -> int:
 
 def new_id() -> str:
     """A 32-digit hexadecimal id that sorts by creation time (48 bits of milliseconds, 80 random bits)."""
-    # Not a secret, so no system call each time; the generator is seeded by the system, in a forked child again.
+    # Not a secret, so no system call each time; the generator is seeded by the system, anew after a fork.
     return f"{now_ms():012x}{random.getrandbits(80):020x}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import click
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 from typer.main import get_command
@@ -64,31 +63,31 @@ def settings_page() -> str:
     return "\n".join(lines)
 
 
-def _command(command: click.Command, path: str, context: click.Context) -> list[str]:
+def _command(command: Any, path: str, context: Any) -> list[str]:
+    """`command` is a click command, of click itself or of the copy that typer brings."""
     lines = [f"## `{path}`", "", (command.help or "").strip(), ""]
     for parameter in command.get_params(context):
-        if isinstance(parameter, click.Option) and parameter.name != "help":
-            names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-            lines.append(f"- {names}: {parameter.help or ''}".rstrip())
-        elif isinstance(parameter, click.Argument):
-            lines.append(
-                f"- `{parameter.human_readable_name}`: {getattr(parameter, 'help', None) or 'argument'}"
-            )
+        if parameter.name in ("help", "install_completion", "show_completion"):
+            continue
+        names = [*parameter.opts, *parameter.secondary_opts] if parameter.param_type_name == "option" else []
+        shown = ", ".join(f"`{name}`" for name in names) or f"`{parameter.name.upper()}`"
+        lines.append(f"- {shown}: {getattr(parameter, 'help', None) or ''}".rstrip(": "))
     lines.append("")
     for name, inner in sorted(getattr(command, "commands", {}).items()):
-        lines += _command(inner, f"{path} {name}", click.Context(inner, info_name=name, parent=context))
+        lines += _command(inner, f"{path} {name}", type(context)(inner, info_name=name, parent=context))
     return lines
 
 
 def cli_page() -> str:
     root = get_command(app)
+    context = root.make_context("lightning", [], resilient_parsing=True)
     lines = [
         "# Commands",
         "",
         "`lightning-rl` is the same program, for machines where `lightning` is taken.",
         "",
     ]
-    return "\n".join(lines + _command(root, "lightning", click.Context(root, info_name="lightning")))
+    return "\n".join(lines + _command(root, "lightning", context))
 
 
 PAGES = {"settings.md": settings_page, "cli.md": cli_page}

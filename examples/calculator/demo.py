@@ -1,6 +1,6 @@
 """The whole loop on one machine without a GPU: engine, proxy, episodes, rewards, training, hot reload.
 
-Starts `lightning engine serve`, `lightning proxy serve` and `lightning train --watch`, plays groups of episodes
+Starts `lightning engine serve`, `lightning proxy serve`, `lightning train --watch`, plays groups of episodes
 through the proxy until the policy solves nearly all of them, and evaluates on held-out sums before and after.
 Everything it makes lies in one folder; every process it starts ends with it. The last line on standard output
 is one JSON object.

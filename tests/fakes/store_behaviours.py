@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 from fakes.log_rows import choice, end, intent, reward
+
 from lightning_rl.errors import UnknownEpisodeError, UserError
 from lightning_rl.records import (
     CallDelivered,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.gate import Gate
 from lightning_rl.proxy.policies import LivePolicies, Served

@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy as sa
 from fakes.log_rows import end, intent
 from fakes.store_behaviours import rows_by_table, write
+
 from lightning_rl import migrations
 from lightning_rl.errors import SchemaError
 from lightning_rl.store import upgrade

@@ -6,6 +6,7 @@ import pytest
 from fakes.log_rows import reward
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lightning_rl.records import Reward, RewardTarget
 from lightning_rl.store.rewards import resolve
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.store_behaviours import BEHAVIOURS
+
 from lightning_rl.store.database import Database
 
 

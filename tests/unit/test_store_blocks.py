@@ -6,6 +6,7 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lightning_rl.errors import StoreError
 from lightning_rl.records import logprobs, token_ids
 from lightning_rl.store.blocks import (

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lightning_rl.errors import StoreError
 from lightning_rl.store.bodies import join_body, pack_json, part_names, split_body, unpack_json
 

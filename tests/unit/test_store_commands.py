@@ -9,12 +9,13 @@ import pytest
 import typer
 from fakes.log_rows import end, intent
 from fakes.store_behaviours import write
+from typer.testing import CliRunner
+
 from lightning_rl.errors import LightningError, StoreError, UnknownEpisodeError, UserError
 from lightning_rl.records import Episode, EpisodeStatus, Reward, RewardTarget
 from lightning_rl.store import read
 from lightning_rl.store.commands import db_app, reward_app
 from lightning_rl.store.database import Database
-from typer.testing import CliRunner
 
 app = typer.Typer()
 app.add_typer(reward_app, name="reward")

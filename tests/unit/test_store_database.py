@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 from fakes.log_rows import end, intent, reward
 from fakes.store_behaviours import write
+
 from lightning_rl.errors import StoreError
 from lightning_rl.records import CallDelivered
 from lightning_rl.store import append, read

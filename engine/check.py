@@ -13,6 +13,7 @@ from typing import Any
 
 from .client import EngineClient, EngineModel
 from .fingerprint import PROCESSED, likeliest, logprobs_mode
+from .launch import RELOAD_EXTENSION
 
 _MESSAGES = [{"role": "user", "content": "Count: 1, 2, 3"}]
 _NUM_TOKENS = 4
@@ -154,14 +155,16 @@ async def _adapters(client: EngineClient) -> Finding:
 
 
 async def _reload(client: EngineClient) -> Finding:
+    name, lost = "full-weight reload", "full weights can't be published"
     wanted = ("/collective_rpc", "/reset_prefix_cache")
     missing = [path for path in wanted if not await client.has_route(path)]
-    if not missing:
-        return Finding("full-weight reload", True, False, "development routes are on")
-    remedy = "VLLM_SERVER_DEV_MODE=1, on loopback only: no key guards these routes"
-    return Finding(
-        "full-weight reload", False, False, f"no {missing[0]}", "full weights can't be published", remedy
-    )
+    if missing:
+        remedy = "VLLM_SERVER_DEV_MODE=1, on loopback only: no key guards these routes"
+        return Finding(name, False, False, f"no {missing[0]}", lost, remedy)
+    if not await client.can_reload_all() and await client.is_on_cpu():
+        remedy = f"--worker-extension-cls {RELOAD_EXTENSION}"
+        return Finding(name, False, False, "keeps tied output weights", lost, remedy)
+    return Finding(name, True, False, "development routes are on")
 
 
 async def _scale_out(client: EngineClient, model: str) -> Finding:

@@ -17,6 +17,7 @@ import orjson
 
 from ..errors import EngineError
 from ..records import Logprobs, TokenIds, logprobs, token_ids
+from .launch import RELOAD_EXTENSION
 
 # A batch of scoring prompts waits for the engine's running requests: minutes on a busy CPU, not seconds.
 ASK_TIMEOUT_SEC = 300.0
@@ -80,8 +81,9 @@ class EngineClient:
     ) -> Answer:
         """One request, whatever its status. Raises EngineGoneError when no answer arrives."""
         if self._session is None:
-            # vLLM closes idle connections after 5 s unless told otherwise: ours are given up earlier.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+            # vLLM closes a connection after an error, and an idle one after 5 s: one that is used again could
+            # break under a request, and look like an engine that is gone.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         payload = None if body is None else orjson.dumps(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -153,10 +155,39 @@ class EngineClient:
     async def reload_weights(self, path: str) -> None:
         """Replace the base weights by those in the folder; the prefix cache is left as it is.
 
-        A folder that vLLM cannot load kills vLLM 0.32: look at it first (proxy/files.py).
+        Raises EngineRefusedError when vLLM can't load the folder. Its weights are undefined then, and the
+        next answer ends it: reload a good folder first.
         """
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._post("/collective_rpc", body)
+        if await self.can_reload_all():
+            await self._rpc("lightning_reload", weights_path=path)
+        elif await self.has_route("/collective_rpc") and await self.is_on_cpu():
+            raise EngineError(
+                f"the engine at {self.url} would keep its old output weights after a reload: start it "
+                f"with `lightning engine serve`, or add --worker-extension-cls {RELOAD_EXTENSION}"
+            )
+        else:
+            await self._rpc("reload_weights", weights_path=path)
+
+    async def can_reload_all(self) -> bool:
+        """Whether our own reload is there (engine/worker.py); False as well where there is none at all."""
+        try:
+            await self._rpc("lightning_can_reload")
+        except EngineRefusedError as error:
+            if error.status == 404 or "lightning_can_reload" in str(error):
+                return False
+            raise
+        return True
+
+    async def _rpc(self, method: str, **arguments: Any) -> Any:
+        return await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
+
+    async def is_on_cpu(self) -> bool:
+        """False where the engine does not say."""
+        answer = await self.ask("GET", "/server_info?config_format=json", timeout_sec=QUICK_TIMEOUT_SEC)
+        try:
+            return bool(answer.doc["vllm_config"]["device_config"]["device"] == "cpu")
+        except (TypeError, KeyError):
+            return False
 
     async def reset_prefix_cache(self) -> bool:
         """Whether the cache is empty now; False while running requests hold blocks of it."""

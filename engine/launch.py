@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 GIB = 1024**3
+RELOAD_EXTENSION = "lightning_rl.engine.worker.ReloadExtension"
 
 
 class Device(StrEnum):
@@ -85,6 +86,8 @@ def command(options: ServeOptions, device: Device) -> list[str]:
     if options.has_lora(device):
         line += ["--enable-lora", "--max-loras", str(options.max_loras)]
         line += ["--max-lora-rank", str(options.max_lora_rank)]
+    if options.has_reload(device):
+        line += ["--worker-extension-cls", RELOAD_EXTENSION]
     if device is Device.CPU:
         # Compiling costs a minute at every start (vLLM 0.32 cannot read its own cache back here) and gains
         # little for the small models that a CPU serves.

@@ -34,6 +34,7 @@ SLOPE_MARGIN = 0.3
 MAX_RESIDUAL = 0.5
 STOOD_STILL_SLOPE = 0.3
 FLOOR = 1e-4  # 32-bit arithmetic on logprobs; nothing below it is a finding
+NOTABLE_GAP = 1e-3  # below it engine and trainer are as good as equal
 STALE_SHARE = 0.1
 
 
@@ -121,7 +122,10 @@ def judge_weights(
     best = min(fits, key=lambda fit: fit.residual)
     # Weights that follow on the tokens that moved and are elsewhere on the rest are other weights.
     if best.is_close and gap <= max(RESOLVED * resolution, MAX_RESIDUAL * _rms(change), FLOOR):
-        return judged(Result.FOLLOWS, f"the engine's change is {best.slope:.2f} of the trainer's", best)
+        reason = f"the engine's change is {best.slope:.2f} of the trainer's"
+        if gap > RESOLVED * max(resolution, NOTABLE_GAP):
+            reason += f", but {gap:.2g} away from it, where {resolution:.2g} is usual"
+        return judged(Result.FOLLOWS, reason, best)
     still = fits[-1]
     if abs(still.slope) < STOOD_STILL_SLOPE and still.residual < 1 + STOOD_STILL_SLOPE:
         return judged(

@@ -160,6 +160,47 @@ def test_a_reload_changes_scores_and_leaves_the_prefix_cache_stale_until_it_is_r
     assert found["restored"] < SAME
 
 
+def test_after_a_reload_the_engine_is_where_transformers_is(
+    engine_url: str, model_folder: Path, perturbed: Path
+) -> None:
+    """Every weight of it: the output matrix is tied to the embedding, and vLLM-CPU packs a copy of it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(perturbed, dtype=torch.float32)
+    assert model.config.tie_word_embeddings
+
+    async def ask(client: EngineClient) -> tuple[TokenIds, list[float]]:
+        ids = (await client.tokenize(prompt=TEXT))[:100]
+        try:
+            await client.reload_weights(str(perturbed))
+            return ids, list(await client.score("base", ids))
+        finally:
+            await client.reload_weights(str(model_folder))
+            assert await client.reset_prefix_cache()
+
+    ids, scored = asked(engine_url, ask)
+    row = torch.tensor([ids.tolist()])
+    with torch.no_grad():
+        wanted = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].tolist()
+    assert max(abs(a - b) for a, b in zip(scored, wanted, strict=True)) < SAME
+
+
+def test_a_folder_that_cannot_be_loaded_leaves_an_engine_that_a_good_one_mends(
+    engine_url: str, model_folder: Path
+) -> None:
+    async def ask(client: EngineClient) -> float:
+        ids = token_ids(range(100, 160))
+        before = await client.score("base", ids)
+        with pytest.raises(EngineRefusedError):
+            await client.reload_weights("/nowhere")
+        await client.reload_weights(str(model_folder))
+        after = await client.score("base", ids)
+        return max(abs(a - b) for a, b in zip(before, after, strict=True))
+
+    assert asked(engine_url, ask) < SAME
+
+
 def test_an_adapter_that_cannot_be_loaded_is_refused_and_the_engine_lives(
     engine_url: str, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ class TinyVllm:
         app.router.add_get("/version", self.answer({"version": "0.32.0"}))
         app.router.add_get("/weight_info", self.weight_info)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_post("/tokenize", self.post(self.tokenize))
         app.router.add_post("/v1/completions", self.post(self.completions))
         app.router.add_post("/v1/chat/completions", self.post(self.chat))
@@ -140,8 +141,15 @@ class TinyVllm:
         return web.Response(text="Success") if found else web.json_response({"error": "none"}, status=404)
 
     def rpc(self, body: Body) -> web.Response:
-        assert body["method"] == "reload_weights"
-        return web.json_response({"results": [None]})
+        is_ours = body["method"].startswith("lightning_")
+        if is_ours and "extension" in self.lacks:
+            error = {"message": f"'CPUWorker' object has no attribute '{body['method']}'"}
+            return web.json_response({"error": error}, status=500)
+        return web.json_response({"results": [is_ours]})
+
+    async def server_info(self, _request: web.Request) -> web.Response:
+        device = "cuda" if "cpu" in self.lacks else "cpu"
+        return web.json_response({"vllm_config": {"device_config": {"device": device}}})
 
     def reset(self, _body: Body) -> web.Response:
         return web.json_response({"success": "reset" not in self.lacks})
@@ -213,7 +221,20 @@ def test_weights_are_reloaded_labelled_and_the_cache_reset() -> None:
         assert await client.weight_label() == "policy/1"
 
     with_client(vllm, ask)
-    assert vllm.asked[0][1] == {"method": "reload_weights", "kwargs": {"weights_path": "/v/1"}}
+    assert vllm.asked[1][1] == {"method": "lightning_reload", "kwargs": {"weights_path": "/v/1"}}
+
+
+def test_a_cpu_engine_without_our_reload_would_keep_old_output_weights() -> None:
+    vllm = TinyVllm("extension")
+    with pytest.raises(EngineError, match="--worker-extension-cls lightning_rl"):
+        with_client(vllm, lambda client: client.reload_weights("/v/1"))
+    assert [body["method"] for _, body in vllm.asked] == ["lightning_can_reload"]
+
+
+def test_a_gpu_engine_without_our_reload_has_a_good_one() -> None:
+    vllm = TinyVllm("extension", "cpu")
+    with_client(vllm, lambda client: client.reload_weights("/v/1"))
+    assert vllm.asked[-1][1] == {"method": "reload_weights", "kwargs": {"weights_path": "/v/1"}}
 
 
 def test_a_cache_that_is_held_is_not_reset() -> None:
@@ -290,6 +311,7 @@ def test_check_is_content_with_an_engine_of_ours() -> None:
         ("adapters", "LoRA versions", False, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ("lora", "LoRA versions", False, "--enable-lora"),
         ("reload", "full-weight reload", False, "VLLM_SERVER_DEV_MODE=1"),
+        ("extension", "full-weight reload", False, "--worker-extension-cls lightning_rl"),
         ("scale out", "rendering", False, "--enable-scale-out"),
         ("render", "rendering", False, "--enable-scale-out"),
     ],

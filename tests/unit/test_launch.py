@@ -42,6 +42,7 @@ def test_a_cpu_serves_float32_without_adapters_and_can_reload() -> None:
     assert flag(line, "--served-model-name") == "base"
     assert "--enable-lora" not in line
     assert "--no-enable-chunked-prefill" in line
+    assert flag(line, "--worker-extension-cls") == "lightning_rl.engine.worker.ReloadExtension"
     added = environment(ServeOptions(MODEL), machine(), {})
     assert added["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in added
@@ -58,6 +59,7 @@ def test_a_gpu_serves_adapters_and_has_no_development_routes() -> None:
     assert flag(line, "--max-lora-rank") == "64"
     assert "--dtype" not in line
     assert "--enforce-eager" not in line
+    assert "--worker-extension-cls" not in line
     added = environment(options, machine(GPU), {})
     assert added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in added

@@ -57,6 +57,17 @@ def test_other_weights_are_seen_even_where_the_moved_tokens_agree() -> None:
     assert found.gap_rms == pytest.approx(2.01 * math.sqrt(12 / 20))
 
 
+def test_a_version_that_follows_from_afar_is_accepted_and_the_distance_is_said() -> None:
+    """As when a part of the weights was not renewed."""
+    near = plus(BEFORE, [0.95 * t for t in STEP])
+    found = judge_weights(BEFORE, AFTER, near, engine_before=BEFORE)
+    assert found.result is Result.FOLLOWS
+    # sqrt((0.05^2 * 2 * 1.74 + 12 * (0.05 * 0.01)^2) / 20)
+    assert found.gap_rms == pytest.approx(0.0209, abs=1e-4)
+    assert found.reason.endswith("but 0.021 away from it, where 0.0001 is usual")
+    assert "away" not in judge_weights(BEFORE, AFTER, AFTER, engine_before=BEFORE).reason
+
+
 def test_the_opposite_change_is_other_weights() -> None:
     found = judge_weights(BEFORE, AFTER, plus(BEFORE, [-t for t in STEP]), engine_before=BEFORE)
     assert found.result is Result.OTHER

@@ -66,6 +66,7 @@ _GENERIC = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError|SystemExit|"
     r"EngineCore encountered|See root cause|cancelled|KeyboardInterrupt|BrokenPipe|EOFError"
 )
+_NOISE = re.compile(r"resource_tracker|warnings\.warn|leaked|nanobind|skipped remainder")
 _CAUSE = re.compile(
     r"(?:^|\s)((?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Fault)\b: .+"
     r"|(?:api_server\.py|vllm serve): error: .+)$"
@@ -144,6 +145,8 @@ class Child:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             what += f" (killed by {name}{', perhaps for lack of memory' if name == 'SIGKILL' else ''})"
+        if code == 0:
+            return EngineError(f"{what}: it was stopped by somebody else (log: {self.log})")
         cause = last_meaningful_line(self.log.read_text("utf-8", "replace"))
         advice = advice_for(cause)
         return EngineError(f"{what}: {cause}" + (f"; {advice}" if advice else "") + f" (log: {self.log})")
@@ -170,7 +173,7 @@ def last_meaningful_line(log: str) -> str:
     causes = [found.group(1) for line in told if (found := _CAUSE.search(line))]
     if causes:
         return causes[-1][:300]
-    said = [line for line in lines if line]
+    said = [line for line in lines if line and not _NOISE.search(line)]
     return said[-1][:300] if said else "it wrote nothing"
 
 

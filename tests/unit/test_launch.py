@@ -231,7 +231,17 @@ def test_a_wrong_flag_is_found() -> None:
     assert advice_for(cause) == "see what you gave after --"
 
 
+def test_a_child_that_somebody_stopped_is_said_so(tmp_path: Path) -> None:
+    child = Child.start([sys.executable, "-c", "print('shutting down')"], {}, tmp_path / "log")
+    try:
+        with pytest.raises(EngineError, match="vLLM has died: it was stopped by somebody else"):
+            child.wait(lambda _: None)
+    finally:
+        child.end()
+
+
 def test_a_log_without_an_error_gives_its_last_line() -> None:
+    assert last_meaningful_line("two\nwarnings.warn('resource_tracker: There appear to be %d '\n") == "two"
     assert last_meaningful_line("one\ntwo\n\n") == "two"
     assert last_meaningful_line("") == "it wrote nothing"
 

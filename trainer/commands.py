@@ -62,7 +62,7 @@ def train(
     from ..settings import TrainSettings
 
     # Read by OpenMP when torch is loaded. By default its threads spin for milliseconds while they wait, which
-    # on a CPU shared with the engine keeps away the very thread that they wait for (5x slower).
+    # on a CPU shared with the engine keeps away the very thread that they wait for (measured: 3x slower).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
     settings = TrainSettings.load(config, **flags)

@@ -184,6 +184,7 @@ class TrainingRun:
         moved = probe.after_step(trainer)
         version = self.handover.save(trainer.model, moved, after=self.version, step=line.step)
         line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
+        line = replace(line, seconds=time.monotonic() - began)
         with self.database.write() as conn:
             if self.settings.publish:
                 add_candidate(conn, version)

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from fakes.log_rows import end, intent
 from fakes.postgres_server import PostgresMissingError, PostgresServer
 from fakes.store_behaviours import BEHAVIOURS, rows_by_table, write
+
 from lightning_rl.errors import SchemaError, StoreError
 from lightning_rl.store import upgrade
 from lightning_rl.store.database import Database

@@ -136,7 +136,8 @@ class TrainSettings(_Layered):
     weights: Literal["lora", "full"] = Field("lora", description="Train an adapter or all weights.")
     lora_rank: int = Field(16, ge=1, description="Rank of the adapter.")
     from_base: bool = Field(
-        False, description="Start from the base model even if the policy has a live version."
+        False,
+        description="Start from the base model, with all episodes, even if the policy has a live version.",
     )
     credit: Literal["lightning"] = Field(
         "lightning", description="What an episode's reward makes of its calls."

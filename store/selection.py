@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from ..records import EpisodeStatus, Purpose, RewardTarget
-from .schema import calls, episodes, groups, manifest_episodes, rewards
+from ..records import EpisodeStatus, Purpose, RewardTarget, VersionStatus
+from .schema import calls, episodes, groups, manifest_episodes, policy_versions, rewards
 
 _ENDED = EpisodeStatus.ENDED.value
 _in_group = sa.and_(episodes.c.group_id == groups.c.id, episodes.c.purpose == Purpose.TRAIN.value)
@@ -39,24 +39,32 @@ _short = sa.and_(groups.c.expected_size.is_not(None), _seats_taken < groups.c.ex
 _unrewarded = sa.not_(sa.exists().where(_in_group, episodes.c.status == _ENDED, _rewarded))
 
 
-def _trained_in(run_id: str) -> sa.ColumnElement[bool]:
+def _trained(policy: str, run_id: str, again: bool) -> sa.ColumnElement[bool]:
+    """In a manifest of this run or, unless `again`, of a step that made a version of the policy."""
+    made_a_version = sa.exists().where(
+        policy_versions.c.run_id == manifest_episodes.c.run_id,
+        policy_versions.c.step == manifest_episodes.c.step,
+        policy_versions.c.policy == policy,
+        policy_versions.c.status != VersionStatus.REJECTED.value,
+    )
+    of_this_run = manifest_episodes.c.run_id == run_id
     return sa.exists().where(
         episodes.c.group_id == groups.c.id,
         manifest_episodes.c.episode_id == episodes.c.id,
-        manifest_episodes.c.run_id == run_id,
+        of_this_run if again else sa.or_(of_this_run, made_a_version),
     )
 
 
 def trainable_group_ids(
-    conn: sa.Connection, *, policy: str, run_id: str, limit: int | None = None
+    conn: sa.Connection, *, policy: str, run_id: str, again: bool = False, limit: int | None = None
 ) -> list[str]:
     """Groups that this run can train now, oldest first.
 
     A group is ready when none of its training episodes is running any more (failed and excluded ones are over
     too, and keep their seat), its expected size is reached where somebody said one, at least one episode
-    ended without a gap, was served by the policy and at least one has a reward, and no episode of it is in a
-    manifest of this run. Whether the rewards that are there suffice is the trainer's stated policy, not the
-    log's.
+    ended without a gap, was served by the policy and at least one has a reward, and no episode of it has been
+    trained: by this run or, unless `again`, into any version of the policy that was not rejected. Whether the
+    rewards that are there suffice is the trainer's stated policy, not the log's.
     """
     query = (
         sa.select(groups.c.id)
@@ -65,7 +73,7 @@ def trainable_group_ids(
             sa.not_(_running),
             sa.not_(_short),
             sa.not_(_unrewarded),
-            sa.not_(_trained_in(run_id)),
+            sa.not_(_trained(policy, run_id, again)),
         )
         .order_by(groups.c.created_at_ms, groups.c.id)
         .limit(limit)
@@ -78,7 +86,7 @@ class GroupCounts:
     """Groups with training episodes, each counted once under the first reason that holds it back."""
 
     ready: int
-    trained: int  # already in a manifest of this run
+    trained: int  # by this run, or into a version of the policy
     running: int  # an episode is still running
     short: int  # fewer episodes than expected
     other_policy: int  # no episode that ended without a gap and was served by this policy
@@ -88,7 +96,7 @@ class GroupCounts:
         """ "3 groups: 1 ready, 2 with an episode still running"."""
         words = {
             "ready": self.ready,
-            "trained by this run already": self.trained,
+            "trained already": self.trained,
             "with an episode still running": self.running,
             "with fewer episodes than expected": self.short,
             "without an ended episode of this policy": self.other_policy,
@@ -99,9 +107,9 @@ class GroupCounts:
         return f"{total} group{'' if total == 1 else 's'}" + (f": {said}" if said else "")
 
 
-def count_groups(conn: sa.Connection, *, policy: str, run_id: str) -> GroupCounts:
+def count_groups(conn: sa.Connection, *, policy: str, run_id: str, again: bool = False) -> GroupCounts:
     state = sa.case(
-        (_trained_in(run_id), "trained"),
+        (_trained(policy, run_id, again), "trained"),
         (_running, "running"),
         (_short, "short"),
         (sa.not_(_candidate(policy)), "other_policy"),

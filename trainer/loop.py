@@ -75,7 +75,14 @@ class TrainingRun:
         self.database, self.settings = database, settings
         self.run_id = new_id()
         self.folder = settings.output.resolve() / self.run_id
-        self.source = GroupSource(database, settings.policy, self.run_id, settings.groups_per_step)
+        self.source = GroupSource(
+            database,
+            settings.policy,
+            self.run_id,
+            settings.groups_per_step,
+            # From the base model nothing of the log is trained yet; from a live version, what made it is.
+            again=settings.from_base,
+        )
         self.planning = plan_settings(settings)
         with database.read() as conn:
             self.start = models.start_weights(settings, live_version(conn, settings.policy))

@@ -34,11 +34,12 @@ class GroupSource:
     policy: str
     run_id: str
     groups_per_step: int
+    again: bool = False  # also groups that an earlier run trained into a version of the policy
 
     def ready(self) -> Iterator[list[Group]]:
         """Everything that is ready now, oldest first, one step's groups at a time; the last may be fewer."""
         with self.database.read() as conn:
-            ids = trainable_group_ids(conn, policy=self.policy, run_id=self.run_id)
+            ids = self._ready_ids(conn)
         for start in range(0, len(ids), self.groups_per_step):
             with self.database.read() as conn:
                 yield load_groups(conn, ids[start : start + self.groups_per_step])
@@ -48,13 +49,16 @@ class GroupSource:
         ones."""
         while True:
             with self.database.read() as conn:
-                ids = trainable_group_ids(conn, policy=self.policy, run_id=self.run_id)
+                ids = self._ready_ids(conn)
                 groups = self._settled(conn, ids) if len(ids) >= self.groups_per_step else []
             if len(groups) == self.groups_per_step:
                 yield groups
             else:
                 on_wait(len(ids))
                 time.sleep(_POLL_SEC)
+
+    def _ready_ids(self, conn: sa.Connection) -> list[str]:
+        return trainable_group_ids(conn, policy=self.policy, run_id=self.run_id, again=self.again)
 
     def _settled(self, conn: sa.Connection, ids: Sequence[str]) -> list[Group]:
         """Up to one step's groups, oldest first, that miss no reward which may still come."""
@@ -82,11 +86,13 @@ class GroupSource:
         """Why there is no group to train, and what to do about it."""
         with self.database.read() as conn:
             episodes = count_episodes(conn)
-            groups = count_groups(conn, policy=self.policy, run_id=self.run_id)
+            groups = count_groups(conn, policy=self.policy, run_id=self.run_id, again=self.again)
         if episodes.total == 0:
             advice = "point an agent at the proxy first"
         elif episodes.ended and episodes.unrewarded == episodes.ended:
             advice = "give rewards: lightning reward EPISODE VALUE"
+        elif groups.trained and not groups.running:
+            advice = "produce new episodes, or train these once more from the base model with --from-base"
         elif groups.other_policy:
             advice = f"check --policy {self.policy}"
         elif episodes.running:

@@ -452,7 +452,7 @@ def test_a_run_trains_a_group_once_and_its_manifest_comes_back(database: Databas
         assert runs.load_manifest(conn, "run", 0) == manifest
         with pytest.raises(UserError, match="no manifest"):
             runs.load_manifest(conn, "run", 1)
-    assert _ready(database) == ([], "1 group: 1 trained by this run already")
+    assert _ready(database) == ([], "1 group: 1 trained already")
     assert _ready(database, run_id="another")[0] == [group]
     for wrong in (
         lambda conn: runs.create_run(conn, "run", "policy", {}, {}),
@@ -461,6 +461,24 @@ def test_a_run_trains_a_group_once_and_its_manifest_comes_back(database: Databas
     ):
         with pytest.raises(UserError), database.write() as conn:
             wrong(conn)
+
+
+@behaviour
+def test_what_made_a_version_is_trained_again_only_on_purpose(database: Database) -> None:
+    group = _ready_group(database, "t1")
+    row = ManifestChoice("call-t1-0", 0, "t1-0", group, None, 1.0, 1.0, None)
+    with database.write() as conn:
+        runs.create_run(conn, "run", "policy", {}, {})
+        runs.add_manifest(conn, StepManifest("run", 1, "policy", 0, (row,), {"t1-0": ("r",)}, {"t1-0": 1.0}))
+        policies.add_candidate(conn, _version(1))  # of run "run", step 1
+    assert _ready(database, run_id="next") == ([], "1 group: 1 trained already")
+    with database.read() as conn:
+        assert read.trainable_group_ids(conn, policy="policy", run_id="next", again=True) == [group]
+        assert read.trainable_group_ids(conn, policy="policy", run_id="run", again=True) == []
+        assert read.count_groups(conn, policy="policy", run_id="next", again=True).ready == 1
+    with database.write() as conn:
+        policies.set_version_status(conn, "policy", 1, VersionStatus.REJECTED, source="publisher")
+    assert _ready(database, run_id="next")[0] == [group], "a rejected version has taught nobody"
 
 
 def _version(number: int, status: VersionStatus = VersionStatus.CANDIDATE) -> PolicyVersion:

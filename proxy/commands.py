@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import signal
 import socket
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,6 +86,12 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     from .engine_watch import require_engine, watch_engine
     from .publisher import publish
 
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # uvicorn raises the signal that ended it once more: SIGTERM must not end us before the database is
+    # closed.
+    signal.signal(signal.SIGTERM, interrupt)
     _set_up_logging(settings.log_level)
     listener = _listen(settings.host, settings.port)
     try:

@@ -110,7 +110,7 @@ def _run(options: ServeOptions, machine: Machine, log: Path, verbose: bool) -> N
         child: Child | None = None
         try:
             child = Child.start(
-                command(options, machine.device), environment(options, machine, os.environ), log.resolve()
+                command(options, machine), environment(options, machine, os.environ), log.resolve()
             )
             with _progress(options.model.name, is_quiet=verbose) as on_phase:
                 child.wait_ready(options.url, on_phase, show)

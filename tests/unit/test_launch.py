@@ -34,7 +34,7 @@ def flag(line: list[str], name: str) -> str:
 
 
 def test_a_cpu_serves_float32_without_adapters_and_can_reload() -> None:
-    line = command(ServeOptions(MODEL), CPU)
+    line = command(ServeOptions(MODEL), machine())
     assert line[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"]
     assert flag(line, "--dtype") == "float32"
     assert flag(line, "--logprobs-mode") == "processed_logprobs"
@@ -51,9 +51,18 @@ def test_a_cpu_serves_float32_without_adapters_and_can_reload() -> None:
     assert added["HF_HUB_OFFLINE"] == added["VLLM_NO_USAGE_STATS"] == added["DO_NOT_TRACK"] == "1"
 
 
+def test_a_small_machine_keeps_its_cores_for_the_answers() -> None:
+    line = command(ServeOptions(MODEL), machine(cores=2))
+    assert flag(line, "--distributed-executor-backend").endswith(".UniProcExecutor")
+    assert environment(ServeOptions(MODEL), machine(cores=2), {})["GOMP_SPINCOUNT"] == "20000"
+    split = ServeOptions(MODEL, extra=("--tensor-parallel-size", "2"))
+    for other in (command(ServeOptions(MODEL), machine(cores=64)), command(split, machine(cores=2))):
+        assert "--distributed-executor-backend" not in other
+
+
 def test_a_gpu_serves_adapters_and_has_no_development_routes() -> None:
     options = ServeOptions(MODEL, max_loras=4, max_lora_rank=64)
-    line = command(options, GPU)
+    line = command(options, machine(GPU))
     assert "--enable-lora" in line
     assert flag(line, "--max-loras") == "4"
     assert flag(line, "--max-lora-rank") == "64"
@@ -75,7 +84,7 @@ def test_full_weights_on_a_gpu_need_the_development_routes_and_loopback() -> Non
 
 def test_what_the_user_says_wins() -> None:
     options = ServeOptions(MODEL, dtype="bfloat16", tool_call_parser=None, extra=("--dtype", "half"))
-    line = command(options, CPU)
+    line = command(options, machine())
     assert line[-2:] == ["--dtype", "half"]
     assert "--enable-auto-tool-choice" not in line
     given = {"VLLM_CPU_KVCACHE_SPACE": "9", "VLLM_CPU_OMP_THREADS_BIND": "all"}

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcome import Evaluation, count_exact, plot, table
+from outcome import Evaluation, count_exact, plot, table, worst_rescored_gap
 from processes import Child, Children
 from produce import Produced, produce
 from tasks import Task, make_tasks
 
 TASKS_PER_STEP, EPISODES_PER_TASK = 12, 8
-SOLVED = 0.95  # stop when the training success of two batches in a row reaches this
+RESCORED = 100  # calls of the last evaluation
+SOLVED = 0.93  # stop when the training success of two batches in a row reaches this
 
 
 def say(text: str) -> None:
@@ -61,16 +62,16 @@ class Demo:
         self.arguments, self.children = arguments, children
         self.out: Path = arguments.out
         self.db = f"sqlite:///{self.out / 'demo.db'}"
-        self.proxy_url = ""
+        self.engine_url = self.proxy_url = ""
         self.batches: list[Produced] = []
 
     def start_servers(self) -> None:
-        engine_url, self.proxy_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.engine_url, self.proxy_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         say("starting the engine (about a minute)")
         self.children.start(
-            "engine", "engine", "serve", str(self.arguments.model), "--port", engine_url.split(":")[-1]
+            "engine", "engine", "serve", str(self.arguments.model), "--port", self.engine_url.split(":")[-1]
         )
-        self.children.wait_ready(f"{engine_url}/health", "the engine")
+        self.children.wait_ready(f"{self.engine_url}/health", "the engine")
         say("starting the proxy")
         self.children.start(
             "proxy",
@@ -79,7 +80,7 @@ class Demo:
             "--db",
             self.db,
             "--engine-url",
-            engine_url,
+            self.engine_url,
             "--port",
             self.proxy_url.split(":")[-1],
         )
@@ -146,7 +147,9 @@ class Demo:
         calls_by_agent = sum(batch.num_calls for batch in self.batches)
         replies = [reply for batch in self.batches for reply in batch.replies]
         exact = count_exact(self.db, self.arguments.model, replies)
+        gap = worst_rescored_gap(self.db, self.engine_url, self.batches[-1].replies[:RESCORED])
         print(table(steps, before, after))
+        print(f"{RESCORED} recorded calls scored again by the engine: largest difference {gap:.6f}")
         plot(self.out / "success.png", steps, before, after)
         say(f"plot: {self.out / 'success.png'}; log: {self.db}; also try: lightning --help")
         trained = [step for step in steps if step["gap_mean"] is not None]

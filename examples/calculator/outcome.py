@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from agent import Reply
 from transformers import AutoTokenizer
 
+from lightning_rl.engine.client import EngineClient
 from lightning_rl.records import Call, CallStatus
 from lightning_rl.store.database import Database
 from lightning_rl.store.read import calls_by_upstream_ids
@@ -53,13 +55,37 @@ def count_exact(db: str, model: Path, replies: Sequence[Reply]) -> int:
         # A stream that ends at max_tokens inside a character never sends that character's first bytes.
         return decoded == received or decoded.rstrip("\N{REPLACEMENT CHARACTER}") == received
 
+    calls = _calls_of(db, replies)
+    return sum(is_exact(calls.get(reply.id), reply) for reply in replies)
+
+
+def worst_rescored_gap(db: str, engine_url: str, replies: Sequence[Reply]) -> float:
+    """Largest |logprob of the recorded ids, scored anew by the engine - recorded logprob|.
+
+    The calls must be of the version that the engine serves now.
+    """
+
+    async def score() -> float:
+        worst = 0.0
+        async with EngineClient(engine_url) as engine:
+            model = (await engine.base_model()).name
+            for call in _calls_of(db, replies).values():
+                (choice,) = call.choices
+                scored = await engine.score(model, call.prompt_ids + choice.completion_ids)
+                pairs = zip(choice.behavior_logprobs, scored[len(call.prompt_ids) - 1 :], strict=True)
+                worst = max(worst, *(abs(recorded - again) for recorded, again in pairs))
+        return worst
+
+    return asyncio.run(score())
+
+
+def _calls_of(db: str, replies: Sequence[Reply]) -> dict[str, Call]:
     database = Database.open(db, migrate=False)
     try:
         with database.read() as connection:
-            calls = calls_by_upstream_ids(connection, [reply.id for reply in replies])
+            return calls_by_upstream_ids(connection, [reply.id for reply in replies])
     finally:
         database.close()
-    return sum(is_exact(calls.get(reply.id), reply) for reply in replies)
 
 
 def table(steps: Sequence[dict[str, Any]], before: Evaluation, after: Evaluation) -> str:

@@ -22,7 +22,8 @@ install: $(INSTALLED) ## the environment: proxy, trainer, engine, development to
 
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,$(ENGINE),dev]'
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,$(ENGINE),dev]' || \
+	  { echo "make: if a torch with +cpu was not found: make TORCH_INDEX=<PyTorch's CPU wheel index>"; exit 1; }
 	@# On a CPU these come along as CUDA builds whose import breaks the engine.
 	@test $(ENGINE) = engine || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
@@ -45,13 +46,14 @@ types: | $(INSTALLED)
 	MYPYPATH=build/types:examples/calculator $(BIN)/mypy --explicit-package-bases examples
 
 unit: | $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 test: lint types | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq postgresql; } || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
 	  echo "make test: no PostgreSQL server programs: the Postgres tests will be skipped (install postgresql)"
 	@$(MAKE) --no-print-directory model
+	@# The unit tests share the cores; the engine's tests have them alone. One runner, one closing line.
 	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line

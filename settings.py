@@ -1,4 +1,4 @@
-"""One settings model per process: TOML file < environment < command-line flags. Unknown keys are an error.
+"""One settings model per process: TOML file < environment < flags. Unknown keys of a file are errors.
 
 `LIGHTNING_DB` names the log for every command; `LIGHTNING_PROXY_*` and `LIGHTNING_TRAIN_*` set the fields of
 one model. A field's description is what `--help` and docs/settings.md show.
@@ -14,21 +14,23 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from pydantic_settings import SettingsError as UnreadableSettingError
 
 from .errors import SettingsError
 
 DEFAULT_DB = "sqlite:///lightning.db"
 
 
-def _no_trailing_slash(url: str) -> str:
-    return url.rstrip("/")
+def _root_url(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
-Url = Annotated[str, AfterValidator(_no_trailing_slash)]
+RootUrl = Annotated[str, AfterValidator(_root_url)]
 
 _file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)
 
@@ -52,6 +54,8 @@ class _Layered(BaseSettings):
             return cls(**given)
         except tomllib.TOMLDecodeError as error:
             raise SettingsError(f"{file} is not valid TOML: {error}") from None
+        except UnreadableSettingError as error:
+            raise SettingsError(f"{error}; write it as JSON") from None
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
@@ -76,6 +80,9 @@ class _Layered(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         file = _file_being_read.get()
         toml = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
+        if isinstance(env_settings, EnvSettingsSource):
+            # A variable called DB is somebody else's: the field's plain name is for files and flags.
+            env_settings.env_vars = {k: v for k, v in env_settings.env_vars.items() if k != "db"}
         return (init_settings, env_settings, *toml)
 
 
@@ -96,14 +103,14 @@ class ProxySettings(_Layered):
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
     port: int = Field(8400, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     token: SecretStr | None = Field(None, description="What clients must send as their API key.")
-    engine_url: Url = Field("http://127.0.0.1:8000", description="Root URL of vLLM, without /v1.")
+    engine_url: RootUrl = Field("http://127.0.0.1:8000", description="Root URL of vLLM, without /v1.")
     engine_api_key: SecretStr | None = Field(None, description="API key that the engine expects.")
     policy: str = Field(
         "policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy being trained."
     )
     aliases: dict[str, str] = Field(
-        default_factory=lambda: dict.fromkeys(
-            ("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), "policy"
+        default_factory=lambda data: dict.fromkeys(
+            ("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), data.get("policy", "policy")
         ),
         description="Model names that agents have hard-coded (shell patterns), and what serves them.",
     )

@@ -40,7 +40,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "A TOML file (`--config FILE`) < environment variables < flags. Unknown keys are an error.",
+        "A TOML file (`--config FILE`) < environment variables < flags. Unknown keys of a file are an error.",
         "",
     ]
     for title, model in (("lightning proxy serve", ProxySettings), ("lightning train", TrainSettings)):
@@ -53,9 +53,10 @@ def settings_page() -> str:
         ]
         for name, info in model.model_fields.items():
             variable = "LIGHTNING_DB" if name == "db" else f"{prefix}{name.upper()}"
-            default = _default(
-                info.get_default(call_default_factory=True) if not info.is_required() else info.default
-            )
+            value = info.default
+            if not info.is_required():
+                value = info.get_default(call_default_factory=True, validated_data={"policy": "policy"})
+            default = _default(value)
             lines.append(
                 f"| `{name}` | `{variable}` | {_type(info.annotation)} | {default} | {info.description} |"
             )

@@ -7,7 +7,7 @@ trainable row must prove. Knows nothing of transport; the relay says how the ans
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Answer:
     choices: dict[int, _ChoiceParts] = field(default_factory=dict)
     usage_tokens: int | None = None
     error: str | None = None
+    is_damaged: bool = False  # a chunk could not be read: ids may be missing in the middle
 
     def is_finished(self, num_choices: int) -> bool:
         """Every choice has a finish reason that is not an abort."""
@@ -151,13 +152,15 @@ class StreamReader:
         """Bring `answer` up to date."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         if pending:
-            for doc in _parse_all(pending):
+            docs = _parse_all(pending)
+            self.answer.is_damaged |= len(docs) < len(pending)
+            for doc in docs:
                 if isinstance(doc, dict):
                     self.answer.take(doc, is_chunk=True)
         return self.answer
 
 
-def _parse_all(texts: Sequence[bytes]) -> Iterable[Any]:
+def _parse_all(texts: Sequence[bytes]) -> list[Any]:
     try:
         docs: list[Any] = orjson.loads(b"[" + b",".join(texts) + b"]")
     except orjson.JSONDecodeError:  # a chunk that is not JSON is the engine's affair; the others still count
@@ -206,7 +209,8 @@ def make_end(call_id: str, request: Request, answer: Answer, ending: Ending) -> 
     reported = answer.reported_tokens()
     recorded = [_recorded(choice) for _, choice in sorted(answer.choices.items())]
     num_ids = sum(len(choice.completion_ids or ()) for choice in recorded)
-    is_counted = reported is None or reported == num_ids or status is not CallStatus.COMPLETE
+    is_whole = reported is None or reported == num_ids or status is not CallStatus.COMPLETE
+    is_counted = is_whole and not answer.is_damaged
     prompt = token_ids(answer.prompt_ids) if answer.prompt_ids else None
     choices = tuple(
         replace(choice, quarantine=_judge(choice, request, ending, prompt, is_counted)) for choice in recorded

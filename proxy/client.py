@@ -42,6 +42,7 @@ class Client:
         "_task",
         "_watcher",
         "gone",
+        "has_started",
         "is_complete",
         "sent_too_much",
     )
@@ -55,6 +56,7 @@ class Client:
         self._interrupts = False
         self.gone = False
         self.sent_too_much = False
+        self.has_started = False  # the status has been sent
         self.is_complete = False  # the last byte has been sent
 
     # --- what comes in ---
@@ -118,6 +120,7 @@ class Client:
     # --- what goes out ---
 
     async def start(self, status: int, headers: Headers) -> None:
+        self.has_started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:

@@ -96,14 +96,15 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     listener = _listen(settings.host, settings.port)
     try:
         database = Database.open(settings.db)
+        proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
         try:
             if checks_engine:
                 asyncio.run(require_engine(settings))
-            proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
             _make_server(proxy, listener).run(sockets=[listener])
         except KeyboardInterrupt:
             pass  # uvicorn has drained by now, and raises the signal again
         finally:
+            proxy.recorder.close()  # a second Ctrl-C has skipped the shutdown, not what the log is owed
             database.close()
     finally:
         listener.close()

@@ -14,8 +14,9 @@ from ..engine.fingerprint import read_fingerprint
 from ..errors import EngineError
 from ..settings import ProxySettings
 from .app import ProxyApp
+from .swap import BASE_LABEL
 
-RETRY_SEC = 1.0
+LOOK_SEC = 1.0
 
 logger = logging.getLogger("lightning.proxy")
 
@@ -38,16 +39,29 @@ async def require_engine(settings: ProxySettings) -> None:
 
 
 async def watch_engine(app: ProxyApp) -> None:
-    """Background task of a proxy that does not publish: until the engine has been seen once."""
+    """Background task of a proxy that does not publish: is the engine there, with its base model?"""
     said = ""
     async with _client(app.settings) as client:
-        while app.live.base_model is None:
+        while True:
             try:
-                model = await client.base_model()
-                await app.set_fingerprint(await read_fingerprint(client))
-                app.live.set_base_model(model.name)
+                await _look(app, client)
+                said = ""
             except EngineError as error:
+                app.live.forget_engine()
                 if str(error) != said:
                     said = str(error)
                     logger.warning("%s", said)
-                await asyncio.sleep(RETRY_SEC)
+            await asyncio.sleep(LOOK_SEC)
+
+
+async def _look(app: ProxyApp, client: EngineClient) -> None:
+    label = await client.weight_label()
+    if label not in (None, BASE_LABEL):
+        raise EngineError(
+            f"the engine holds {label!r}, which somebody has published: which version answers can't be known "
+            "here, so the policy is not served; use the proxy that publishes, or restart the engine"
+        )
+    model = await client.base_model()
+    if app.live.base_model != model.name:
+        await app.set_fingerprint(await read_fingerprint(client))
+        app.live.set_base_model(model.name)

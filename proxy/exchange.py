@@ -75,7 +75,7 @@ class Exchange:
         "_http_status",
         "_injection",
         "_intent",
-        "_is_ended",
+        "_is_queued",
         "_lease",
         "_parts",
         "_request",
@@ -93,7 +93,7 @@ class Exchange:
         self._injection: Injection = inject(request, lease.served.model, parts.live.base_model)
         self._http_status: int | None = None
         self._first_byte_at_ms: int | None = None
-        self._is_ended = False  # the engine has ended its answer, and the row is made or being made
+        self._is_queued = False  # the row of the answer's end is the recorder's
         self._ended_at_ms = 0
         self._version_end: int | None = None
 
@@ -106,7 +106,7 @@ class Exchange:
             gone = self._client.was_interrupted()
             status = CallStatus.DISCONNECTED if gone else CallStatus.ABORTED
             note = "the client left before the answer was complete" if gone else "the proxy was stopped"
-            if not self._is_ended:
+            if not self._is_queued:
                 self._engine_ended()
                 self._parts.recorder.put(self._end(reader.parse(), status, note))
             self._delivered()
@@ -158,6 +158,7 @@ class Exchange:
         self._engine_ended()
         body = b"".join(received)
         if len(body) > LARGE_ANSWER_BYTES:
+            self._client.shield()  # the answer is whole: it is recorded, whoever leaves meanwhile
             end, visible, is_plain = await asyncio.to_thread(self._read_whole, answer, body)
         else:
             end, visible, is_plain = self._read_whole(answer, body)
@@ -248,7 +249,6 @@ class Exchange:
 
     def _engine_ended(self) -> None:
         """The engine has ended this answer, one way or the other: the next version may come."""
-        self._is_ended = True
         self._ended_at_ms = now_ms()
         self._version_end = self._parts.live.version_now(self._lease.served)
         self._lease.release()
@@ -269,6 +269,7 @@ class Exchange:
 
     async def _record(self, end: CallEnd) -> bool:
         """Hand the row over; with durability "commit", wait for it. False: nothing more may be delivered."""
+        self._is_queued = True
         if not self._parts.holds_ends:
             self._parts.recorder.put(end)
             return True
@@ -276,6 +277,8 @@ class Exchange:
             await self._parts.recorder.committed(end)
         except StoreError as error:
             logger.error("the end of call %s is withheld: %s", self._intent.id, error)
+            if not self._client.has_started and not self._client.gone:
+                await self._client.refuse(503, f"the call can't be recorded: {error}", retry_after_sec=1)
             return False
         except asyncio.CancelledError:
             # The row is queued all the same; only the news that the client left is to be added.

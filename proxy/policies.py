@@ -180,10 +180,6 @@ class LivePolicies:
         loaded = self._loaded.get(policy)
         return dict(loaded.names) if loaded else {}
 
-    def add_loaded(self, policy: str, version: int, model: str) -> None:
-        """An older version that is loaded too, for the episodes that are pinned to it."""
-        self._loaded[policy].names.setdefault(version, model)
-
     def is_answering(self, policy: str, version: int) -> bool:
         """Whether a call in flight is served by this version."""
         return self._in_flight.get((policy, version), 0) > 0

@@ -23,10 +23,11 @@ from ..records import PolicyVersion, VersionStatus, WeightsKind
 from ..settings import ProxySettings
 from ..store.database import Database
 from ..store.policies import live_version, set_version_status, versions_with_status
-from .files import check_files
+from .files import FilesError, check_files
 from .policies import LivePolicies, adapter_name
 from .prober import Prober
 from .swap import (
+    BusyError,
     Engine,
     Hooks,
     RejectedError,
@@ -165,9 +166,8 @@ class Publisher:
                 await self._check_files(full, base)
                 await load_weights(self._engine, full.path, label_of(full))
                 await self._prove(base.name, base, full)
-        except EngineGoneError:
-            raise
-        except EngineError as error:
+        # What the engine can't do (a flag is missing, it is busy) is not the version's fault: wait it out.
+        except (RejectedError, FilesError) as error:
             logger.error(
                 "version %d of %r can't be brought back, the base model serves instead: %s",
                 full.version,
@@ -186,9 +186,7 @@ class Publisher:
         try:
             await ensure_adapter(self._engine, name, row.path)
             await self._prove(name, base, row)
-        except EngineGoneError:
-            raise
-        except EngineError as error:
+        except (RejectedError, FilesError) as error:
             logger.error("version %d of %r can't be brought back: %s", row.version, row.policy, error)
             await self._set_status(row, VersionStatus.REJECTED, _verdict_of(error))
             return
@@ -224,6 +222,9 @@ class Publisher:
             if self._tries[version.policy, version.version] >= MAX_TRIES:
                 await self._reject(version, what, f"the engine went away {MAX_TRIES} times: {error}", {})
             raise
+        except BusyError as error:
+            await self._set_status(version, VersionStatus.CANDIDATE)
+            self._say(f"{what} waits: {error}")
         except StoreError:
             raise
         except EngineError as error:
@@ -277,11 +278,13 @@ class Publisher:
                 await self._retire_if_free(row, is_surplus=newer >= MAX_DRAINING)
 
     async def _retire_if_free(self, row: PolicyVersion, *, is_surplus: bool) -> None:
-        if row.kind is WeightsKind.LORA and row.version in self._live.loaded_versions(row.policy):
-            answering = self._live.is_answering(row.policy, row.version)
-            if answering or (self._live.is_in_use(row.policy, row.version) and not is_surplus):
-                return
-            self._live.drop(row.policy, row.version)
+        if row.kind is WeightsKind.LORA:
+            if row.version in self._live.loaded_versions(row.policy):
+                answering = self._live.is_answering(row.policy, row.version)
+                if answering or (self._live.is_in_use(row.policy, row.version) and not is_surplus):
+                    return
+                self._live.drop(row.policy, row.version)
+            # Also one that an earlier proxy had loaded: the trainer may delete its folder from now on.
             await self._engine.unload_lora(adapter_name(row.policy, row.version))
         await self._set_status(row, VersionStatus.RETIRED)
 

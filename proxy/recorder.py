@@ -32,6 +32,7 @@ STALLED_AFTER_SEC = 5.0
 FIRST_RETRY_SEC = 0.1
 LAST_RETRY_SEC = 2.0
 STOP_TIMEOUT_SEC = 20.0
+LOOK_FOR_FAULT_SEC = 0.5
 
 logger = logging.getLogger("lightning.recorder")
 
@@ -91,12 +92,17 @@ class Recorder:
 
     async def stop(self, timeout_sec: float = STOP_TIMEOUT_SEC) -> None:
         """Write what is queued, then end. A database that stays unwritable is given up after the timeout."""
+        await asyncio.to_thread(self.close, timeout_sec)
+
+    def close(self, timeout_sec: float = STOP_TIMEOUT_SEC) -> None:
+        """`stop` without an event loop: what a forced end of the server owes the log. May be repeated."""
+        if self._thread is None or not self._thread.is_alive():
+            return
         with self._condition:
             self._is_stopping = True
             self._give_up_at = time.monotonic() + timeout_sec
             self._condition.notify()
-        assert self._thread is not None
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
         if self.num_lost:
             logger.error("%d log entries could not be written and are lost", self.num_lost)
 
@@ -134,7 +140,11 @@ class Recorder:
         assert self._loop is not None
         done: asyncio.Future[None] = self._loop.create_future()
         self._put(entry, done)
-        await done
+        if self._is_required:
+            await done
+            return
+        while not done.done() and self.fault is None:
+            await asyncio.wait([done], timeout=LOOK_FOR_FAULT_SEC)
 
     async def flush(self) -> None:
         """Wait until everything that was put before is in the log (or given up)."""
@@ -276,7 +286,8 @@ class Recorder:
             item.done = None
         if waiting:
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(_settle, waiting, error if self._is_required else None)
+            if not self._loop.is_closed():  # it is after a forced end, and then nobody waits
+                self._loop.call_soon_threadsafe(_settle, waiting, error if self._is_required else None)
 
     def _forget(self, batch: list[_Waiting]) -> None:
         for item in batch:

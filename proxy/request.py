@@ -190,8 +190,7 @@ def _has_other_media(messages: Any) -> bool:
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(
-            isinstance(part, dict) and part.get("type") not in ("text", "refusal", "thinking")
-            for part in content
+            isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in content
         ):
             return True
     return False

@@ -39,6 +39,10 @@ class Engine(Scores, Protocol):
     async def set_weight_label(self, label: str) -> None: ...
 
 
+class BusyError(PublishError):
+    """Calls did not end in time. Nothing is wrong with the version: it is taken up again."""
+
+
 class RejectedError(PublishError):
     """The probe said no; `verdict` has its numbers."""
 
@@ -131,7 +135,7 @@ async def replace_weights(
         await live.gate.close(drain_timeout_sec)
     except TimeoutError:
         running = live.gate.in_flight
-        raise PublishError(f"{running} calls were still running after {drain_timeout_sec:g} s") from None
+        raise BusyError(f"{running} calls were still running after {drain_timeout_sec:g} s") from None
     held_since = time.monotonic()
     try:
         try:

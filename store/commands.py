@@ -46,8 +46,12 @@ def reward(
     ] = None,
     call: Annotated[str | None, typer.Option(help="Reward this call instead of the episode.")] = None,
     final: Annotated[
-        bool, typer.Option("--final/--not-final", help="Whether the episode has ended with this.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--final/--not-final",
+            help="Whether the episode has ended with this. Default: if it is about the whole episode.",
+        ),
+    ] = None,
     db: DbOption = DEFAULT_DB,
 ) -> None:
     """Append one reward. Nothing is overwritten: a newer one of the same source takes its place."""
@@ -59,6 +63,7 @@ def reward(
     if agent is not None and call is not None:
         raise UserError("--agent and --call exclude each other: a reward is about one thing")
     target = RewardTarget.AGENT if agent is not None else RewardTarget.CALL if call is not None else None
+    is_final = target is None if final is None else final
     row = Reward(
         id=new_id(),
         episode_id=episode,
@@ -68,7 +73,7 @@ def reward(
         created_at_ms=now_ms(),
         agent=agent,
         call_id=call,
-        final=final,
+        final=is_final,
         note=note,
     )
     database = Database.open(db, must_exist=True)
@@ -78,7 +83,7 @@ def reward(
     finally:
         database.close()
     about = f" about agent {agent}" if agent else f" about call {call}" if call else ""
-    typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if final else ''} ({row.id})")
+    typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if is_final else ''} ({row.id})")
 
 
 @db_app.command()

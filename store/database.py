@@ -188,7 +188,9 @@ def _one_line_errors(url: str) -> Iterator[None]:
     """Failures of the database's surroundings become a StoreError; broken constraints stay bugs of ours."""
     try:
         yield
-    except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError):
+    except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError) as error:
+        if getattr(error.orig, "sqlstate", None) in _NOT_OURS:
+            raise StoreError(f"{shown_url(url)}: {_explain(str(error.orig))}") from error
         raise
     except sa.exc.DBAPIError as error:
         raise StoreError(f"{shown_url(url)}: {_explain(str(error.orig))}") from error
@@ -199,6 +201,9 @@ def _one_line_errors(url: str) -> Iterator[None]:
             f"{shown_url(url)}: no free connection within 30 s; too many users at once"
         ) from error
 
+
+_NOT_OURS = ("42501", "3F000", "42P01")
+"""Postgres: no privilege, no schema, no table. Classed with bugs, made by whoever administers the server."""
 
 _NEXT_STEPS = (
     ("file is not a database", "that file is not a SQLite database; name another file"),

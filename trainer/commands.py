@@ -9,6 +9,16 @@ from typing import Annotated
 import typer
 
 
+def _require_extra() -> None:
+    from importlib.util import find_spec
+
+    from ..errors import UserError
+
+    for name in ("numpy", "torch", "transformers", "trl", "peft"):
+        if find_spec(name) is None:
+            raise UserError(f"training needs {name}: pip install 'lightning-rl[train]'")
+
+
 def train(
     model: Annotated[
         Path | None, typer.Option(help="Folder of the base model, the one the engine serves.")
@@ -64,6 +74,7 @@ def train(
     # Read by OpenMP when torch is loaded. By default its threads spin for milliseconds while they wait, which
     # on a CPU shared with the engine keeps away the very thread that they wait for (measured: 3x slower).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _require_extra()
     flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
     settings = TrainSettings.load(config, **flags)
     from .loop import train as run

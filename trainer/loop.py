@@ -8,6 +8,7 @@ optimizer and schedule are the bridge's matter, and so is everything about torch
 
 from __future__ import annotations
 
+import math
 import platform
 import signal
 import threading
@@ -20,11 +21,11 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import NothingToTrainError, UserError
-from ..records import Group, Logprobs, TokenIds, new_id
+from ..errors import NothingToTrainError, SettingsError, UserError
+from ..records import Group, Logprobs, PolicyVersion, TokenIds, VersionStatus, new_id
 from ..settings import TrainSettings
 from ..store.database import Database
-from ..store.policies import add_candidate, live_version
+from ..store.policies import add_candidate, live_version, versions
 from ..store.runs import add_manifest, create_run, end_run, finish_step
 from . import models
 from .batch import MicroBatch, rows_batches, tree_batches
@@ -62,6 +63,10 @@ class RunSummary:
 def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
     """Run to the end of what there is, for ever with `watch`, or until SIGINT or SIGTERM."""
     models.check_folder(settings.model)
+    if settings.from_base and settings.max_staleness is not None:
+        raise SettingsError(
+            "--from-base and --max-staleness exclude each other: versions in the log count no steps from it"
+        )
     credit_rule(settings.credit)
     database = Database.open(settings.db, must_exist=not settings.watch)
     try:
@@ -85,6 +90,8 @@ class TrainingRun:
         )
         self.planning = plan_settings(settings)
         with database.read() as conn:
+            if settings.publish:
+                _require_none_waiting(versions(conn, settings.policy))
             self.start = models.start_weights(settings, live_version(conn, settings.policy))
         self.version = self.start.version
         self.steps_planned = 0
@@ -103,7 +110,7 @@ class TrainingRun:
         status = "failed"
         with RunReport(self.folder, as_json=as_json, progress=self.settings.progress) as report:
             try:
-                with _sigterm_interrupts():
+                with _sigterm_interrupts(), models.one_line_for_full_memory():
                     report.doing("loading the model")
                     trainer = _build_trainer(self.settings, self.start, tokenizer, self.folder, on_gpu)
                     trainer.steps = self._steps(trainer, tokenizer, report)
@@ -162,6 +169,11 @@ class TrainingRun:
             trainer.on_micro_batch = partial(report.doing, f"step {line.step}")
             started = time.monotonic()
             yield batches
+            if not math.isfinite(trainer.metrics.grad_norm or 0.0):
+                raise UserError(
+                    f"the gradient of step {line.step} is not finite, so nothing was saved: lower "
+                    "--learning-rate, or look at the step's manifest for odd rewards"
+                )
             line = _measured(line, trainer.metrics, time.monotonic() - started, len(batches))
             self._hand_over(trainer, probe, line, began, report)
             if self.steps_trained == self.settings.max_steps:
@@ -215,6 +227,19 @@ class TrainingRun:
             raise UserError(
                 f"can't create the run folder {self.folder}: {error.strerror}; set --output"
             ) from None
+
+
+_WAITING = (VersionStatus.CANDIDATE, VersionStatus.LOADING, VersionStatus.PROBING)
+
+
+def _require_none_waiting(known: Sequence[PolicyVersion]) -> None:
+    """A run that starts from the live version would leave out the step of one that is still on its way."""
+    for version in known:
+        if version.status in _WAITING:
+            raise UserError(
+                f"version {version.version} of policy {version.policy!r} is still {version.status}: start "
+                "the proxy that publishes it and wait, or train with --no-publish"
+            )
 
 
 def plan_settings(settings: TrainSettings) -> PlanSettings:

@@ -7,7 +7,8 @@ once. Knows nothing of TRL and nothing of the loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,21 @@ def check_folder(folder: Path, *, what: str = "model") -> None:
         raise UserError(
             f"{folder} has no tokenizer (tokenizer.json); copy it from the model that the engine serves"
         )
+
+
+@contextmanager
+def one_line_for_full_memory() -> Iterator[None]:
+    """UserError with the next step when the GPU is full; torch is loaded by whoever fills it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise UserError(
+            "the GPU has no room for training beside the engine: start that with "
+            "`-- --gpu-memory-utilization 0.4`, or train with --dtype bfloat16, --weights lora or a smaller "
+            "--micro-batch-tokens"
+        ) from error
 
 
 def start_weights(settings: TrainSettings, live: PolicyVersion | None) -> StartWeights:

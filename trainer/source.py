@@ -22,8 +22,9 @@ from ..store.selection import count_episodes, count_groups, trainable_group_ids
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-REWARD_GRACE_MS = 30_000
-"""Watching, a group waits this long after its last episode's end for rewards that are still missing."""
+GRACE_MS = 30_000
+"""Watching, a group waits this long after its last episode's end for what may still come: a reward that is
+missing or, where nobody said how many episodes there will be, the next episode."""
 
 _POLL_SEC = 0.25
 
@@ -61,7 +62,7 @@ class GroupSource:
         return trainable_group_ids(conn, policy=self.policy, run_id=self.run_id, again=self.again)
 
     def _settled(self, conn: sa.Connection, ids: Sequence[str]) -> list[Group]:
-        """Up to one step's groups, oldest first, that miss no reward which may still come."""
+        """Up to one step's groups, oldest first, that miss nothing which may still come."""
         found: list[Group] = []
         for start in range(0, len(ids), self.groups_per_step):
             loaded = load_groups(conn, ids[start : start + self.groups_per_step])
@@ -92,7 +93,10 @@ class GroupSource:
         elif episodes.ended and episodes.unrewarded == episodes.ended:
             advice = "give rewards: lightning reward EPISODE VALUE"
         elif groups.trained and not groups.running:
-            advice = "produce new episodes, or train these once more from the base model with --from-base"
+            advice = (
+                "produce episodes in a new batch (X-Lightning-Batch), or train these once more from the base "
+                "model with --from-base"
+            )
         elif groups.other_policy:
             advice = f"check --policy {self.policy}"
         elif episodes.running:
@@ -108,12 +112,18 @@ class GroupSource:
 
 
 def is_settled(group: Group, at_ms: int) -> bool:
-    """No ended episode of the group waits for a first reward, or the last one has waited long enough."""
+    """Whether a group, none of whose episodes is running, has waited enough for what may still come."""
+    ended = [
+        episode
+        for episode in group.episodes
+        if episode.purpose is Purpose.TRAIN and episode.status is EpisodeStatus.ENDED
+    ]
+    is_sized = group.expected_size is not None
+    if not is_sized and len(ended) < 2:
+        return False  # one episode has nothing to be compared with
     waiting = [
         episode.ended_at_ms or 0
-        for episode in group.episodes
-        if episode.purpose is Purpose.TRAIN
-        and episode.status is EpisodeStatus.ENDED
-        and resolve(episode.rewards).value is None
+        for episode in ended
+        if not is_sized or resolve(episode.rewards).value is None
     ]
-    return not waiting or at_ms - max(waiting) > REWARD_GRACE_MS
+    return not waiting or at_ms - max(waiting) > GRACE_MS

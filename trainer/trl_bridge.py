@@ -68,9 +68,12 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def __init__(self, model: Any, tokenizer: Any, settings: BridgeSettings) -> None:
         transformers_logging.set_verbosity_error()
+        config = _grpo_config(settings)
+        if config.n_gpu > 1:
+            config._n_gpu = 1  # else TRL asks for nn.DataParallel, only to refuse it
         super().__init__(
             model=model,
-            args=_grpo_config(settings),
+            args=config,
             reward_funcs=_no_reward,
             train_dataset=Dataset.from_dict({"prompt": ["recorded"]}),
             processing_class=tokenizer,

@@ -23,6 +23,8 @@ from processes import Child, Children
 from produce import Produced, produce
 from tasks import Task, make_tasks
 
+from lightning_rl.errors import LightningError
+
 TASKS_PER_STEP, EPISODES_PER_TASK = 12, 8
 RESCORED = 100  # calls of the last evaluation
 SOLVED = 0.93  # stop when the training success of two batches in a row reaches this
@@ -69,7 +71,9 @@ class Demo:
         self.engine_url, self.proxy_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         say("starting the engine (about a minute)")
         self.children.start(
-            "engine", "engine", "serve", str(self.arguments.model), "--port", self.engine_url.split(":")[-1]
+            "engine",
+            *("engine", "serve", str(self.arguments.model), "--port", self.engine_url.split(":")[-1]),
+            *("--no-lora", "--dtype", "float32"),  # what a CPU gets by itself: full weights, no rounding
         )
         self.children.wait_ready(f"{self.engine_url}/health", "the engine")
         say("starting the proxy")
@@ -184,11 +188,14 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=400, help="held-out sums to evaluate on")
     arguments = parser.parse_args()
     arguments.out = arguments.out or Path("demo-out") / time.strftime("%Y%m%d-%H%M%S")
-    arguments.out.mkdir(parents=True)
     try:
+        arguments.out.mkdir(parents=True)
         with Children(arguments.out) as children:
             result = Demo(arguments, children).run()
-    except RuntimeError as error:
+    except FileExistsError:
+        say(f"demo: {arguments.out} exists already; name another folder with --out")
+        return 2
+    except (RuntimeError, LightningError) as error:
         say(f"demo: {error}")
         return 1
     except KeyboardInterrupt:

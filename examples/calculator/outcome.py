@@ -46,14 +46,13 @@ def count_exact(db: str, model: Path, replies: Sequence[Reply]) -> int:
             and len(call.choices) == 1
             and call.choices[0].quarantine is None
             and len(call.choices[0].completion_ids) == len(call.choices[0].behavior_logprobs) > 0
-            and same_text(
-                tokenizer.decode(list(call.choices[0].completion_ids), skip_special_tokens=True), reply.text
-            )
+            and visible_text(call.choices[0].completion_ids) == reply.text
         )
 
-    def same_text(decoded: str, received: str) -> bool:
-        # A stream that ends at max_tokens inside a character never sends that character's first bytes.
-        return decoded == received or decoded.rstrip("\N{REPLACEMENT CHARACTER}") == received
+    def visible_text(ids: Sequence[int]) -> str:
+        # An answer that max_tokens ends inside a character shows nothing of its last tokens.
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        return visible_text(ids[:-1]) if text.endswith("\N{REPLACEMENT CHARACTER}") else text
 
     calls = _calls_of(db, replies)
     return sum(is_exact(calls.get(reply.id), reply) for reply in replies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from fakes import log_rows
@@ -49,7 +50,9 @@ def play_group(
         prompt = question
         for call_number, num_tokens in enumerate(tokens):
             call = f"{name}-{call_number}"
-            ids, values = sample(model, prompt, num_tokens, seed=hash((task, number, call_number)) % 2**31)
+            ids, values = sample(
+                model, prompt, num_tokens, seed=crc32(f"{task}-{number}-{call_number}".encode())
+            )
             entries = [
                 log_rows.intent(call, name, task=task, batch=batch, **(intents or {})),
                 log_rows.end(call, prompt, log_rows.choice(ids, values)),

@@ -37,8 +37,10 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     port = _free_port()
     command = [sys.executable, "-m", "lightning_rl.cli", "engine", "serve", str(model_folder)]
     command += ["--port", str(port), "--log", str(folder / "vllm.log"), "--lora", "--max-model-len", "2048"]
+    command += ["--dtype", "float32"]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # on a GPU, --lora alone would leave it out
     with (folder / "serve.err").open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -192,19 +192,20 @@ def test_calls_are_held_during_the_reload_and_none_sees_both(world: World) -> No
     run(scenario)
 
 
-def test_a_call_that_does_not_end_rejects_the_version_and_frees_the_others(world: World) -> None:
+def test_a_version_waits_for_a_call_that_does_not_end_and_lets_the_others_go_on(world: World) -> None:
     async def scenario() -> None:
         await world.steps()
         stuck = await world.live.admit("policy", None)
         world.candidate(1, 1.0, 0.0)
         await world.steps()
-        assert world.status(1) is VersionStatus.REJECTED
-        assert "still running" in str(world.row(1).verdict)
+        assert world.status(1) is VersionStatus.CANDIDATE
         assert not any(call.startswith("reload") for call in world.engine.calls)
         lease = await asyncio.wait_for(world.live.admit("policy", None), 1)
         assert lease.served.version == 0
         lease.release()
         stuck.release()
+        await world.steps()
+        assert world.status(1) is VersionStatus.LIVE
 
     run(scenario)
 

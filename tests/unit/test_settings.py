@@ -64,3 +64,18 @@ def test_every_shipped_configuration_loads(file):
         ProxySettings.load(file)
     else:
         TrainSettings.load(file, model=Path("anywhere"))
+
+
+def test_a_variable_called_db_is_somebody_elses(monkeypatch):
+    monkeypatch.setenv("DB", "mysql")
+    assert ProxySettings.load().db == "sqlite:///lightning.db"
+
+
+def test_aliases_lead_to_the_policy_whatever_its_name():
+    assert ProxySettings.load(policy="math").aliases["gpt-*"] == "math"
+
+
+def test_a_variable_that_can_not_be_read_is_one_line(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_PROXY_ALIASES", "not json")
+    with pytest.raises(SettingsError, match="aliases"):
+        ProxySettings.load()

@@ -147,7 +147,7 @@ def test_an_adapter_is_trained_published_and_continued(log, model_folder):
             > 0
         )
 
-    with pytest.raises(NothingToTrainError, match="1 trained already; produce new episodes"):
+    with pytest.raises(NothingToTrainError, match="1 trained already; produce episodes in a new batch"):
         train(chosen)
     # the next run starts from the live adapter: recorded logprobs of the base now show a gap
     play_group(log, model, "t1", [1.0, 0.0])

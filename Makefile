@@ -48,13 +48,12 @@ types: | $(INSTALLED)
 unit: | $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-test: lint types | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
+test: check | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
 	  echo "make test: no PostgreSQL server programs: the Postgres tests will be skipped (install postgresql)"
 	@$(MAKE) --no-print-directory model
-	@# The unit tests share the cores; the engine's tests have them alone. One runner, one closing line.
-	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests
+	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/integration
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model

@@ -10,6 +10,7 @@ import tomllib
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -27,6 +28,13 @@ DEFAULT_DB = "sqlite:///lightning.db"
 
 
 def _root_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError("not a URL like http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -57,14 +65,21 @@ class _Layered(BaseSettings):
         except UnreadableSettingError as error:
             raise SettingsError(f"{error}; write it as JSON") from None
         except ValidationError as error:
-            first = error.errors()[0]
+            # A default that hangs on a faulty setting is no fault of its own.
+            faults = [fault for fault in error.errors() if fault["type"] != "default_factory_not_called"]
+            first = faults[0]
             name = ".".join(str(part) for part in first["loc"])
-            more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             if first["type"] == "extra_forbidden":
                 raise SettingsError(
                     f"unknown setting {name!r} in {origin}{more}; see docs/settings.md"
                 ) from None
-            shown = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+            if first["type"] == "missing":
+                flag = f"--{name.replace('_', '-')}"
+                raise SettingsError(
+                    f"setting {name!r} is missing: give {flag}, or name it in --config"
+                ) from None
+            shown = f" (got {first['input']!r})"
             raise SettingsError(f"setting {name!r}: {first['msg']}{shown}{more}") from None
         finally:
             _file_being_read.reset(reading)

@@ -140,6 +140,14 @@ def _fault(name: str) -> str | None:
     return None
 
 
+def checked_name(name: str) -> str:
+    """ValueError for what can't be the name of an episode, a task, a batch, an agent or a source."""
+    fault = _fault(name)
+    if fault is not None:
+        raise ValueError(fault)
+    return name
+
+
 def _checked(where: str, name: str) -> str:
     fault = _fault(name)
     if fault is not None:

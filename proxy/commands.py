@@ -133,6 +133,17 @@ def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
             await super().startup(sockets)
             typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
 
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            running = proxy.gate.in_flight
+            if not self.should_exit and running:
+                typer.echo(f"finishing {running} running calls; Ctrl-C again cuts them off", err=True)
+            elif self.should_exit and sig == signal.SIGINT:
+                # What is cut off ends in errors of the server's; that it was cut off is all there is to say.
+                for name in ("uvicorn.error", "asyncio"):
+                    logging.getLogger(name).disabled = True
+                typer.echo("stopped; calls that were cut off are recorded as aborted", err=True)
+            super().handle_exit(sig, frame)
+
     return Server(config)
 
 

@@ -39,6 +39,7 @@ class Database:
     def __init__(self, url: str, engine: sa.Engine) -> None:
         self.url = url
         self.engine = engine
+        self._file: tuple[Path, tuple[int, int]] | None = None  # SQLite: the file, and which one it was
 
     @classmethod
     def open(cls, url: str, *, migrate: bool = True, must_exist: bool = False) -> Self:
@@ -61,6 +62,9 @@ class Database:
         except BaseException:
             database.close()
             raise
+        if parsed.drivername == "sqlite":
+            file = Path(str(parsed.database)).absolute()
+            database._file = (file, _identity(file))
         return database
 
     @property
@@ -83,6 +87,7 @@ class Database:
         On SQLite it takes the write lock at once (BEGIN IMMEDIATE): a transaction that reads first and then
         wants to write fails without waiting when somebody else has written in between.
         """
+        self._require_same_file()
         with _one_line_errors(self.url), self.engine.connect() as conn:
             conn.execution_options(sqlite_begin="BEGIN IMMEDIATE")
             with conn.begin():
@@ -90,6 +95,26 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+    def _require_same_file(self) -> None:
+        """An open connection goes on writing into a file that somebody has deleted: into nothing."""
+        if self._file is None:
+            return
+        file, was = self._file
+        if _identity(file) != was:
+            raise StoreError(
+                f"{self.shown_url}: {file} was removed or replaced while in use; "
+                "put it back, or start the program anew with a new log"
+            )
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """Which file it is, whatever its name; zeros: none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_dev, found.st_ino)
 
 
 def _parse(url: str) -> sa.URL:

@@ -6,7 +6,6 @@ the caller's transaction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -18,6 +17,9 @@ from .events import add_event
 from .placement import EpisodeRow, insert_episodes, insert_groups, lock_rows, read_rows, write_rows
 from .schema import calls, choices, episodes, events, groups, rewards
 from .statements import insert_missing, optional_text, storable_json, storable_text
+
+MAX_REWARD = 1e100
+"""Larger numbers are a mistake, and their squares no numbers any more."""
 
 
 def create_episode(
@@ -63,10 +65,16 @@ def create_episode(
         "policy_version": policy_version,
     }
     stated = _was_stated(conn, episode_id)
+    if stated is None and row.purpose != purpose.value and row.status != EpisodeStatus.RUNNING.value:
+        raise UserError(
+            f"episode {episode_id!r} has ended as {row.purpose!r}; say what an episode is for before it ends"
+        )
     if stated is None:
         row.purpose = purpose.value
     elif row.purpose != purpose.value:
-        raise UserError(f"episode {episode_id!r} was created for {row.purpose!r}, not {purpose.value!r}")
+        raise UserError(
+            f"episode {episode_id!r} was announced for {row.purpose!r}, not {purpose.value!r}; use another id"
+        )
     if conflict := row.adopt_group(task_id, batch):
         raise UserError(f"episode {episode_id!r}: {conflict}; use another episode id")
     _fill(row, storable_json(tags or {}), policy, policy_version)
@@ -120,10 +128,13 @@ def mark_gap(conn: sa.Connection, episode_id: str, *, source: str, note: str | N
 def add_reward(conn: sa.Connection, reward: Reward) -> None:
     """Append the row; a final one ends the episode. The same id again changes nothing.
 
-    UnknownEpisodeError, or UserError when the value is not finite or the target is not in the episode.
+    UnknownEpisodeError, or UserError when the value is not finite or past `MAX_REWARD`, or the target is not
+    in the episode.
     """
-    if not math.isfinite(reward.value):
-        raise UserError(f"a reward must be a finite number, got {reward.value}")
+    if not abs(reward.value) <= MAX_REWARD:  # written so that NaN fails, too
+        raise UserError(
+            f"a reward must be a finite number, at most {MAX_REWARD:g} in size, got {reward.value}"
+        )
     row = _locked(conn, reward.episode_id)
     _check_target(conn, row.id, reward)
     if reward.supersedes is not None:

@@ -53,7 +53,10 @@ class StepCounts:
         causes = {reason: count for reason, count in self.episodes_excluded.items() if reason in NO_VARIANCE}
         if causes:
             main = max(causes, key=lambda reason: causes[reason])
-            return f"no group has variance ({cause_of(main)} in most: {_reasons(self.episodes_excluded)})"
+            return (
+                f"no group has variance ({cause_of(main)} in most: {_reasons(self.episodes_excluded)}); "
+                "take harder, easier or more varied tasks, or more episodes of each"
+            )
         if not self.episodes:
             return "the groups hold no episodes"
         why = f"nothing is left of {self.episodes} episodes ({_reasons(self.episodes_excluded)}"

@@ -9,16 +9,21 @@ from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
 from fastapi import Depends, Request
+from pydantic import AfterValidator
 from starlette.concurrency import run_in_threadpool
 
 from ...errors import StoreError
 from ...settings import ProxySettings
 from ...store.database import Database
+from ..address import checked_name
 from ..lineage import Lineage
 from ..policies import LivePolicies
 from ..recorder import Recorder
 
 T = TypeVar("T")
+
+Name = Annotated[str, AfterValidator(checked_name)]
+"""Of an episode, a task, a batch, an agent or a source: what a path or a header could carry, too."""
 
 FLUSH_TIMEOUT_SEC = 10.0
 

@@ -12,8 +12,7 @@ from ...records import Call, Episode, EpisodeStatus, Purpose, Reward, new_id
 from ...store.append import create_episode, end_episode
 from ...store.read import load_episodes
 from ...store.rewards import resolve
-from ..address import MAX_NAME_CHARS
-from .context import Context
+from .context import Context, Name
 
 router = APIRouter(prefix="/lightning/api/episodes", tags=["episodes"])
 
@@ -23,11 +22,9 @@ class NewEpisode(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    episode: str | None = Field(
-        None, min_length=1, max_length=MAX_NAME_CHARS, description="Made up if left out."
-    )
-    task: str | None = Field(None, min_length=1, max_length=MAX_NAME_CHARS)
-    batch: str | None = Field(None, max_length=MAX_NAME_CHARS)
+    episode: Name | None = Field(None, description="Made up if left out.")
+    task: Name | None = None
+    batch: Name | None = None
     expected_size: int | None = Field(None, ge=1, le=2**31 - 1, description="Episodes in the group.")
     purpose: Purpose = Purpose.TRAIN
     tags: dict[str, str] = Field(default_factory=dict)

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...records import Reward, RewardTarget, new_id, now_ms
 from ...store.append import add_reward
-from ..address import MAX_NAME_CHARS
-from .context import Context
+from .context import Context, Name
 
 router = APIRouter(prefix="/lightning/api/rewards", tags=["rewards"])
 
@@ -20,13 +19,13 @@ class NewReward(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    episode: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+    episode: Name
     value: float = Field(allow_inf_nan=False)
-    source: str = Field("api", min_length=1, max_length=MAX_NAME_CHARS)
+    source: Name = "api"
     final: bool | None = Field(
         None, description="Whether it ends the episode; by default a reward about the whole episode does."
     )
-    agent: str | None = None
+    agent: Name | None = None
     call: str | None = None
     choice: int | None = Field(None, ge=0, le=2**31 - 1)
     token_start: int | None = Field(None, ge=0, le=2**31 - 1)

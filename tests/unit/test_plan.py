@@ -141,7 +141,8 @@ def test_groups_without_variance_say_the_cause_and_give_their_weight_to_the_othe
     assert not none.trains
     assert none.counts.why_nothing() == (
         "no group has variance (every episode failed in most: "
-        "3 no_variance:all_failed, 2 no_variance:all_solved)"
+        "3 no_variance:all_failed, 2 no_variance:all_solved); "
+        "take harder, easier or more varied tasks, or more episodes of each"
     )
     assert set(none.manifest.reward_ids) == {"s1", "s2", "f1", "f2", "f3"}  # used up all the same
 

@@ -38,7 +38,8 @@ def test_a_file_read_once_does_not_colour_the_next(tmp_path):
     ("text", "says"),
     [
         ("prot = 1", "unknown setting 'prot' in"),
-        ("port = 99999", "setting 'port'"),
+        ("port = 99999", r"setting 'port': [^(]*\(got 99999\)$"),
+        ('engine_url = "localhost:8000"', "not a URL like http://HOST:PORT"),
         ("port = ", "not valid TOML"),
         ('durability = "maybe"', "setting 'durability'"),
     ],

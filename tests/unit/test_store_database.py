@@ -232,3 +232,14 @@ def _plans(database: Database, statements: list[tuple[str, object]]) -> list[str
             if text.startswith(("SELECT", "WITH"))
             for row in conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all()
         ]
+
+
+def test_a_log_that_is_removed_under_a_writer_is_a_fault_not_a_success(tmp_path: Path) -> None:
+    file = tmp_path / "log.db"
+    database = Database.open(f"sqlite:///{file}")
+    write(database, intent("a", "e"))
+    file.unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="removed or replaced"):
+            write(database, intent("b", "e"))
+    database.close()

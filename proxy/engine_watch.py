@@ -41,6 +41,7 @@ async def require_engine(settings: ProxySettings) -> None:
 async def watch_engine(app: ProxyApp) -> None:
     """Background task of a proxy that does not publish: is the engine there, with its base model?"""
     said = ""
+    await app.gate.close(0)  # calls wait for the first look, instead of being refused
     async with _client(app.settings) as client:
         while True:
             try:
@@ -51,6 +52,8 @@ async def watch_engine(app: ProxyApp) -> None:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("%s", said)
+            finally:
+                app.gate.open()
             await asyncio.sleep(LOOK_SEC)
 
 

@@ -40,7 +40,8 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "A TOML file (`--config FILE`) < environment variables < flags. Unknown keys of a file are an error; a variable that no setting is called by is ignored.",
+        "A TOML file (`--config FILE`) < environment variables < flags. Unknown keys of a file are an error;",
+        "a variable that no setting is called by is ignored.",
         "",
     ]
     for title, model in (("lightning proxy serve", ProxySettings), ("lightning train", TrainSettings)):

@@ -35,7 +35,12 @@ def test_every_revision_is_a_file_of_the_package() -> None:
     assert migrations.__file__ is not None
     folder = Path(migrations.__file__).parent
     assert (folder / "env.py").is_file()
-    assert [file.name[:4] for file in sorted((folder / "versions").glob("0*.py"))] == ["0001"]
+    assert [file.name[:4] for file in sorted((folder / "versions").glob("0*.py"))] == [
+        "0001",
+        "0002",
+        "0003",
+        "0004",
+    ]
 
 
 def test_migrated_tables_are_the_schema(tmp_path: Path) -> None:

@@ -112,5 +112,5 @@ def test_db_upgrade_and_check(database: Database, tmp_path: Path) -> None:
     assert run("db", "upgrade", "--db", new).exit_code == 0
     result = run("db", "check", "--json", "--db", new)
     assert result.exit_code == 0
-    assert json.loads(result.output) == {"db": new, "schema": "0001", "current": True, "problem": None}
-    assert run("db", "check").output.endswith("schema 0001 is current\n")
+    assert json.loads(result.output) == {"db": new, "schema": "0004", "current": True, "problem": None}
+    assert run("db", "check").output.endswith("schema 0004 is current\n")

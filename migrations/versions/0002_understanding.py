@@ -1,0 +1,16 @@
+"""What curation and large logs need"""
+
+from __future__ import annotations
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    pass
+
+
+def downgrade() -> None:
+    pass

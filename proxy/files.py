@@ -6,12 +6,12 @@ can be known from outside is checked here first. Reads files only; knows neither
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
+from ..engine.checksum import checksum_of
 from ..errors import PublishError
 from ..records import WeightsKind
 
@@ -43,17 +43,6 @@ def check_files(path: Path, kind: WeightsKind, checksum: str | None, base: Path 
             raise FilesError(f"{path} holds no LoRA tensors")
     elif base is not None and base.is_dir():
         _compare(path, shapes, read_shapes(base))
-
-
-def checksum_of(folder: Path) -> str:
-    """SHA-256 over the weight files in the order of their names, as the trainer writes it into its
-    candidate."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
 
 
 def read_shapes(folder: Path) -> Shapes:

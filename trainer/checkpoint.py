@@ -8,7 +8,6 @@ deleted.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine.checksum import checksum_of
 from ..errors import UserError
 from ..records import PolicyVersion, VersionStatus, WeightsKind, new_id
 
@@ -61,15 +61,6 @@ def save_version(model: Any, folder: Path, *, base_model: Path, kind: WeightsKin
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return SavedVersion(folder, kind, checksum)
-
-
-def checksum_of(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
 
 
 def delete_old(versions: Sequence[PolicyVersion], keep: int, *, inside: Path) -> list[int]:

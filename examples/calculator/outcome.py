@@ -65,15 +65,16 @@ def worst_rescored_gap(db: str, engine_url: str, replies: Sequence[Reply]) -> fl
     """
 
     async def score() -> float:
-        worst = 0.0
+        gaps = [0.0]
         async with EngineClient(engine_url) as engine:
             model = (await engine.base_model()).name
             for call in _calls_of(db, replies).values():
                 (choice,) = call.choices
                 scored = await engine.score(model, call.prompt_ids + choice.completion_ids)
                 pairs = zip(choice.behavior_logprobs, scored[len(call.prompt_ids) - 1 :], strict=True)
-                worst = max(worst, *(abs(recorded - again) for recorded, again in pairs))
-        return worst
+                gaps += (abs(recorded - again) for recorded, again in pairs)
+        # max() alone would pass over a NaN.
+        return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
     return asyncio.run(score())
 

@@ -7,8 +7,8 @@ import math
 import struct
 from pathlib import Path
 
+from lightning_rl.engine.checksum import checksum_of
 from lightning_rl.engine.client import EngineGoneError, EngineModel, EngineRefusedError
-from lightning_rl.proxy.files import checksum_of
 from lightning_rl.records import Logprobs, TokenIds, logprobs
 
 BASE = "base"

@@ -15,10 +15,11 @@ from fakes import tiny_models
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_rl.engine.checksum import checksum_of
 from lightning_rl.errors import UserError
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.trainer import checkpoint
-from lightning_rl.trainer.checkpoint import checksum_of, delete_old, keep_newest, save_version
+from lightning_rl.trainer.checkpoint import delete_old, keep_newest, save_version
 
 
 @pytest.fixture

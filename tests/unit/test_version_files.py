@@ -10,7 +10,7 @@ import pytest
 from fakes.fake_engine import write_folder
 
 from lightning_rl.errors import PublishError
-from lightning_rl.proxy.files import check_files, checksum_of, read_shapes
+from lightning_rl.proxy.files import check_files, read_shapes
 from lightning_rl.records import WeightsKind
 
 FULL, LORA = WeightsKind.FULL, WeightsKind.LORA
@@ -95,9 +95,3 @@ def test_an_adapter_without_lora_tensors_is_none(tmp_path: Path) -> None:
     (tmp_path / "v" / "adapter_config.json").write_text("{}")
     with pytest.raises(PublishError, match="holds no LoRA tensors"):
         check_files(tmp_path / "v", LORA, None, None)
-
-
-def test_the_trainers_checksum_is_the_same(tmp_path: Path) -> None:
-    checkpoint = pytest.importorskip("lightning_rl.trainer.checkpoint")
-    write_folder(tmp_path / "v", 1.0)
-    assert checkpoint.checksum_of(tmp_path / "v") == checksum_of(tmp_path / "v")

@@ -1,4 +1,4 @@
-"""`lightning reward` and `lightning db`: parse, open the log, call one function, print."""
+"""`lightning reward …`: parse, open the log, call one function, print."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..settings import DEFAULT_DB
-
-DbOption = Annotated[str, typer.Option("--db", envvar="LIGHTNING_DB", help="Database URL of the log.")]
+from ...settings import DEFAULT_DB
+from .options import DbOption
 
 
 class _GiveByDefault(TyperGroup):
@@ -30,7 +29,6 @@ reward_app = typer.Typer(
     no_args_is_help=True,
     help="Say what an episode was worth: lightning reward EPISODE VALUE",
 )
-db_app = typer.Typer(no_args_is_help=True, help="The log's database: upgrade it, check it.")
 
 
 # ignore_unknown_options: else a negative VALUE would be taken for an option.
@@ -55,10 +53,10 @@ def reward(
     db: DbOption = DEFAULT_DB,
 ) -> None:
     """Append one reward. Nothing is overwritten: a newer one of the same source takes its place."""
-    from ..errors import UserError
-    from ..records import Reward, RewardTarget, new_id, now_ms
-    from .append import add_reward
-    from .database import Database
+    from ...errors import UserError
+    from ...records import Reward, RewardTarget, new_id, now_ms
+    from ..append import add_reward
+    from ..database import Database
 
     if agent is not None and call is not None:
         raise UserError("--agent and --call exclude each other: a reward is about one thing")
@@ -84,41 +82,3 @@ def reward(
         database.close()
     about = f" about agent {agent}" if agent else f" about call {call}" if call else ""
     typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if is_final else ''} ({row.id})")
-
-
-@db_app.command()
-def upgrade(db: DbOption = DEFAULT_DB) -> None:
-    """Bring the schema up to date, making the database's tables where there are none."""
-    from .database import Database
-    from .upgrade import HEAD
-
-    database = Database.open(db)
-    database.close()
-    typer.echo(f"{database.shown_url}: schema {HEAD} is current")
-
-
-@db_app.command()
-def check(
-    db: DbOption = DEFAULT_DB,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say whether the log can be opened and its schema is current: exit code 0 if so, 2 if not."""
-    import json
-
-    from ..errors import StoreError
-    from .database import Database, shown_url
-    from .upgrade import HEAD
-
-    problem = None
-    try:
-        Database.open(db, migrate=False, must_exist=True).close()
-    except StoreError as error:
-        if not as_json:
-            raise
-        problem = str(error)
-    if as_json:
-        typer.echo(
-            json.dumps({"db": shown_url(db), "schema": HEAD, "current": problem is None, "problem": problem})
-        )
-        raise typer.Exit(0 if problem is None else 2)
-    typer.echo(f"{shown_url(db)}: schema {HEAD} is current")

@@ -2,8 +2,8 @@
 
 `append_entries` is the hot path: a batch of calls in a handful of statements. Each function runs in the
 caller's transaction; call `append_entries` once per transaction, because the order in which it takes its
-locks (groups, episodes, body parts, calls, token blocks, each by key) is what keeps many Postgres writers
-from waiting in a circle.
+locks (the lock of store/sharing.py, groups, episodes, body parts, calls, token blocks, each by key) is what
+keeps many Postgres writers from waiting in a circle.
 
 A batch that is written twice (a commit whose answer was lost with the connection) leaves one set of rows.
 """
@@ -33,6 +33,7 @@ from .episodes import add_reward, create_episode, end_episode, mark_gap
 from .events import add_event
 from .placement import Placed, place_calls
 from .schema import calls, choices, fingerprints
+from .sharing import refer
 from .statements import (
     chunks,
     existing,
@@ -76,6 +77,7 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
             ends.setdefault(entry.call_id, entry)
         else:
             delivered[entry.call_id] = entry.delivered
+    refer(conn)
     known = _known_calls(conn, [*ends, *delivered])
     ends = {name: end for name, end in ends.items() if name not in known or known[name].open}
     placed = place_calls(conn, list(intents.values()), _last_ends(ends, known, intents))

@@ -94,6 +94,10 @@ class Client:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.leave()
+
+    def leave(self) -> None:
+        """It has left, or whoever it stands for has."""
         if self.is_complete:
             return
         self.gone = True

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from ..errors import EngineError, StoreError
-from ..records import CallDelivered, CallEnd, CallIntent, CallStatus, now_ms
+from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallStatus, now_ms
 from .address import attribute
 from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
@@ -49,6 +49,16 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
         await client.refuse(503, f"the call can't be recorded: {refusal}", retry_after_sec=1)
         return
     client.watch()
+    if parts.front is not None and parts.front.takes(request):
+        await parts.front.serve(client, incoming, request, attribution)
+    else:
+        await carry_out(parts, client, incoming, request, attribution)
+
+
+async def carry_out(
+    parts: Parts, client: Client, incoming: Incoming, request: Request, attribution: Attribution
+) -> None:
+    """Ask the engine as the agent did. The client is being watched."""
     try:
         lease = await parts.live.admit(request.model, attribution.episode_id)
     except EngineError as error:

@@ -5,15 +5,37 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..records import Attribution, CallIntent, CallKind, new_id, now_ms
+from ..records import Attribution, CallEnd, CallIntent, CallKind, LogEntry, new_id, now_ms
 from .address import Address
+from .client import Client
 from .lineage import Lineage
 from .policies import LivePolicies, Served
-from .recorder import Recorder
 from .request import Request
 from .routes import Route
 from .upstream import Headers, Upstream
+
+
+class CallRecorder(Protocol):
+    """The slice of recorder.Recorder that calls use."""
+
+    @property
+    def refusal(self) -> str | None: ...
+
+    def put(self, entry: LogEntry) -> None: ...
+
+    async def committed(self, entry: CallEnd) -> None: ...
+
+
+class CallFront(Protocol):
+    """Who answers calls that the engine is not to be asked as they are (dialects/, providers/)."""
+
+    def takes(self, request: Request) -> bool: ...
+
+    async def serve(
+        self, client: Client, incoming: Incoming, request: Request, attribution: Attribution
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +43,12 @@ class Parts:
     """What every exchange needs."""
 
     live: LivePolicies
-    recorder: Recorder
+    recorder: CallRecorder
     upstream: Upstream
     lineage: Lineage
     fingerprint_id: Callable[[], str | None]
     holds_ends: bool  # durability "commit"
+    front: CallFront | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,11 +176,21 @@ def _is_constrained(doc: Mapping[str, Any]) -> bool:
     ):
         return True
     choice = doc.get("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
+    if choice == "required" or isinstance(choice, dict) or _has_constrained_tools(doc):
         return True
     if doc.get("structured_outputs") is not None or doc.get("thinking_token_budget") is not None:
         return True
     return any(name.startswith("guided_") and value is not None for name, value in doc.items())
+
+
+def _has_constrained_tools(doc: Mapping[str, Any]) -> bool:
+    """vLLM puts a grammar on calls of tools that are `strict`, and where only one call is allowed."""
+    tools = doc.get("tools")
+    if not isinstance(tools, list) or not tools or doc.get("tool_choice") == "none":
+        return False
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    is_strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
+    return is_strict or doc.get("parallel_tool_calls") is False
 
 
 def _has_other_media(messages: Any) -> bool:

@@ -1,7 +1,7 @@
 """Who is calling: the marks that a request carries, which one wins, and what is left for the engine.
 
-Owns the attribution cascade (path, headers, aliases of others, body) and the names of our headers. Knows
-nothing of the log: an episode need not exist to be named.
+Owns the attribution cascade (path, headers, aliases of others, API key, body) and the names of our headers.
+Knows nothing of the log: an episode need not exist to be named.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from ..errors import UserError
 from ..records import Attribution
+from .keys import is_episode_key
 
 MAX_NAME_CHARS = 256
 
@@ -30,6 +31,10 @@ _ALIAS_HEADERS = {
 
 _PATH = re.compile(rb"((?:/(?:episodes|tasks|batches|agents)/[^/]*)+)(/.*)", re.DOTALL)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+_KEY_PREFIX = "lk-"
+
+MALFORMED = "not a name: "
+"""Begins a conflict that says which marks could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,11 @@ class Address:
     batch: str | None = None
     agent: str | None = None
     tags: Mapping[str, str] | None = None
+    faults: tuple[str, ...] = ()  # marks that can't be names, in words
+
+    def with_key(self, episode_id: str, agent: str | None) -> Address:
+        """And the API key was issued for this episode (and agent)."""
+        return replace(self, marks=(*self.marks, ("key", episode_id)), agent=self.agent or agent)
 
 
 def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Address:
@@ -60,10 +70,14 @@ def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Add
             aliases.append((f"alias:{_ALIAS_HEADERS[name]}", _text(value)))
     if not (ours or aliases or named):
         return Address(engine_path, ())
+    faults: list[str] = []
     if ours.get(b"episode"):
         marks.append(("header", _checked("X-Lightning-Episode", ours[b"episode"])))
+    elif b"episode" in ours:
+        faults.append("X-Lightning-Episode is empty")
     # Another product's header may hold anything: what can't be a name is no mark, and no reason to refuse.
-    marks += [(rule, value) for rule, value in aliases if _fault(value) is None]
+    for rule, named_by in aliases:
+        _take(rule, named_by, marks, faults)
 
     def name_of(segment: str, header: bytes) -> str | None:
         shown = f"X-Lightning-{header.decode().title()}"
@@ -77,31 +91,28 @@ def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Add
         name_of("batches", b"batch"),
         name_of("agents", b"agent"),
         _read_tags(ours[b"tags"]) if ours.get(b"tags") else None,
+        tuple(faults),
     )
 
 
 def attribute(address: Address, body: Mapping[str, Any] | None) -> Attribution:
-    """Add the body's marks and say which one won, and which named another episode."""
-    marks = list(address.marks)
-    found = Attribution(
-        task_id=address.task_id, batch=address.batch, agent=address.agent, tags=address.tags or {}
-    )
+    """Add the body's marks; say which one won, which named another episode, and which could not be read."""
+    marks, faults = list(address.marks), list(address.faults)
+    names = {"task_id": address.task_id, "batch": address.batch, "agent": address.agent}
     if body is not None:
         metadata = body.get("metadata")
         if isinstance(metadata, dict):
-            marks += _body_mark("body", metadata.get("episode_id"))
-            found = replace(
-                found,
-                task_id=found.task_id or _body_name(metadata.get("task_id")),
-                batch=found.batch or _body_name(metadata.get("batch")),
-                agent=found.agent or _body_name(metadata.get("agent")),
-            )
-        marks += _body_mark("alias:litellm_session_id", body.get("litellm_session_id"))
-    if not marks:
-        return found
-    rule, episode = marks[0]
-    others = [f"{other} says {value!r}" for other, value in marks[1:] if value != episode]
-    return replace(found, episode_id=episode, rule=rule, conflict="; ".join(others) or None)
+            _take("body", metadata.get("episode_id"), marks, faults, "metadata.episode_id")
+            for name, had in names.items():
+                if not had and name in metadata:
+                    names[name] = _body_name(f"metadata.{name}", metadata[name], faults)
+        if "litellm_session_id" in body:
+            _take("alias:litellm_session_id", body["litellm_session_id"], marks, faults)
+    rule, episode = marks[0] if marks else ("none", None)
+    said = [f"{other} says {value!r}" for other, value in marks[1:] if value != episode]
+    if faults:
+        said.insert(0, MALFORMED + ", ".join(faults))
+    return Attribution(episode, **names, tags=address.tags or {}, rule=rule, conflict="; ".join(said) or None)
 
 
 def _read_path(raw_path: bytes) -> tuple[dict[str, str], bytes]:
@@ -137,6 +148,8 @@ def _fault(name: str) -> str | None:
         return f"is longer than {MAX_NAME_CHARS} characters"
     if _UNPRINTABLE.search(name):
         return "has control characters"
+    if name.startswith(_KEY_PREFIX) and is_episode_key(name.encode()):
+        return "is an episode key; send it as the API key"  # a name is written to the log, a key never
     return None
 
 
@@ -155,11 +168,21 @@ def _checked(where: str, name: str) -> str:
     return name
 
 
-def _body_name(value: Any) -> str | None:
-    """A body is the agent's own business: what can't be a name is not refused, only not taken."""
-    return value if isinstance(value, str) and _fault(value) is None else None
+def _body_name(where: str, value: Any, faults: list[str]) -> str | None:
+    """A body is the agent's own business: what can't be a name is not refused, only not taken, and told."""
+    if value is None:
+        return None
+    fault = _fault(value) if isinstance(value, str) else "is not text"
+    if fault is not None:
+        faults.append(f"{where} {fault}")
+        return None
+    return str(value)
 
 
-def _body_mark(rule: str, value: Any) -> list[tuple[str, str]]:
-    name = _body_name(value)
-    return [(rule, name)] if name is not None else []
+def _take(
+    rule: str, value: Any, marks: list[tuple[str, str]], faults: list[str], where: str | None = None
+) -> None:
+    """Add the mark, or why it is none."""
+    name = _body_name(where or rule.removeprefix("alias:"), value, faults)
+    if name is not None:
+        marks.append((rule, name))

@@ -19,10 +19,11 @@ from .api import ApiContext, create_api
 from .client import Client, Receive, Scope, Send
 from .gate import Gate
 from .incoming import Parts
+from .keys import EpisodeKeys, holds_token, sent_keys
 from .lineage import Lineage
 from .policies import LivePolicies
 from .recorder import Recorder
-from .relay import Relay, has_token
+from .relay import Relay
 from .upstream import Upstream
 
 logger = logging.getLogger("lightning.proxy")
@@ -76,7 +77,7 @@ class ProxyApp:
 
     async def _serve_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = self._token is None or scope["path"] == "/healthz"
-        if not is_open and not has_token(scope["headers"], str(self._token).encode()):
+        if not is_open and not holds_token(sent_keys(scope["headers"]), str(self._token).encode()):
             refusal = "wrong or missing token: send it as `Authorization: Bearer TOKEN`"
             await Client(receive, send, 0).refuse(401, refusal)
             return
@@ -102,7 +103,12 @@ class ProxyApp:
             fingerprint_id=lambda: self.fingerprint_id,
             holds_ends=self.settings.durability == "commit",
         )
-        self._relay = Relay(parts, token=self._token, max_body_bytes=self.settings.max_body_mb * 1024 * 1024)
+        self._relay = Relay(
+            parts,
+            token=self._token,
+            max_body_bytes=self.settings.max_body_mb * 1024 * 1024,
+            keys=EpisodeKeys(self.database),
+        )
         for run in self._background:
             self._tasks.append(asyncio.create_task(self._run(run)))
 

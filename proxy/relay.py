@@ -7,7 +7,6 @@ other public routes are streamed through here, both ways. Knows the engine's rou
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,15 +14,16 @@ from typing import Any
 import aiohttp
 import orjson
 
-from ..errors import EngineError, UserError
+from ..errors import EngineError, StoreError, UserError
 from .address import read_address
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from .exchange import serve_call
 from .incoming import Incoming, Parts
 from .inject import Injection, inject
+from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_url, holds_token, sent_keys
 from .policies import Served
 from .request import read_request
-from .routes import find_route
+from .routes import Route, find_route
 from .splice import Edit, apply, locate
 from .upstream import FAILURES, Headers, response_headers
 
@@ -35,32 +35,48 @@ _BODILESS = ("GET", "HEAD", "OPTIONS")
 class Relay:
     """ASGI application. `token` None: whoever reaches the port may use it."""
 
-    def __init__(self, parts: Parts, *, token: str | None, max_body_bytes: int) -> None:
+    def __init__(self, parts: Parts, *, token: str | None, max_body_bytes: int, keys: EpisodeKeys) -> None:
         self._parts = parts
+        self._keys = keys
         self._token = None if token is None else token.encode()
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         client = Client(receive, send, self._max_body_bytes)
-        if self._token is not None and not has_token(headers, self._token):
-            await client.refuse(401, "wrong or missing API key: send the proxy's token as the API key")
-            return
+        sent = sent_keys(headers)
         try:
+            key = await self._keys.find(sent)
+            is_trusted = self._token is None or holds_token(sent, self._token)
+            if not is_trusted and key is None:
+                raise RefusedKeyError(REFUSAL)
+            check_url(scope["raw_path"], scope["query_string"], self._token)
             address = read_address(scope["raw_path"], headers)
+        except RefusedKeyError as error:
+            await client.refuse(401, str(error))
+            return
         except UserError as error:
             await client.refuse(400, str(error))
             return
+        except StoreError as error:
+            await client.refuse(503, f"the API key can't be looked up: {error}", retry_after_sec=1)
+            return
+        if key is not None:
+            address = address.with_key(key.episode_id, key.agent)
         route = find_route(address.engine_path)
         if route is None:
             # Word for word what the engine says of routes that it does not have.
             await client.send_json(404, {"detail": "Not Found"})
             return
+        is_call = route.dialect is not None and scope["method"] == "POST"
+        if not (is_trusted or is_call or _shows_models(scope["method"], route)):
+            await client.refuse(403, "an episode key is for calls that are recorded; send the proxy's token")
+            return
         query: bytes = scope["query_string"]
         path_and_query = (address.engine_path + (b"?" + query if query else b"")).decode("latin-1")
         incoming = Incoming(route, address, headers, path_and_query)
         try:
-            if route.dialect is not None and scope["method"] == "POST":
+            if is_call:
                 await serve_call(self._parts, client, incoming)
             else:
                 await self._pass(scope["method"], client, incoming)
@@ -69,7 +85,7 @@ class Relay:
 
     async def _pass(self, method: str, client: Client, incoming: Incoming) -> None:
         """A route without a row: stream the request up and the answer down."""
-        shows_models = (method, incoming.route.path) == ("GET", "/v1/models")
+        shows_models = _shows_models(method, incoming.route)
         try:
             body, injection = await self._read_request(method, client, incoming.header(b"content-type"))
         except BodyTooLargeError:
@@ -178,6 +194,10 @@ class Relay:
         return apply(body, [Edit(end, end, b"," + b",".join(added))])
 
 
+def _shows_models(method: str, route: Route) -> bool:
+    return (method, route.path) == ("GET", "/v1/models")
+
+
 async def _then_watch(client: Client) -> AsyncIterator[bytes]:
     async for part in client.body_parts():
         yield part
@@ -190,14 +210,3 @@ def _json_object(body: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return doc if isinstance(doc, dict) else None
-
-
-def has_token(headers: Headers, token: bytes) -> bool:
-    """Whether one of the places where clients put their API key holds the token (constant time each)."""
-    keys = [value for name, value in headers if name in (b"x-api-key", b"api-key")]
-    for name, value in headers:
-        scheme, _, key = value.partition(b" ")
-        if name == b"authorization" and scheme.lower() == b"bearer":
-            keys.append(key)
-    matches = [hmac.compare_digest(key.strip(), token) for key in keys]
-    return any(matches)

@@ -100,7 +100,7 @@ def end_episode(
     """
     if status is EpisodeStatus.RUNNING:
         raise UserError(f"episode {episode_id!r} can't be ended as 'running'; use ended, failed or excluded")
-    row = _locked(conn, episode_id)
+    row = locked(conn, episode_id)
     current = EpisodeStatus(row.status)
     if current is status or (status is EpisodeStatus.ENDED and current is not EpisodeStatus.RUNNING):
         return
@@ -120,7 +120,7 @@ def mark_gap(conn: sa.Connection, episode_id: str, *, source: str, note: str | N
     """A call of it was served but not recorded: it is never trained. Creates the episode if it must."""
     episode_id = storable_text(episode_id)
     insert_episodes(conn, {episode_id: now_ms()})
-    row = _locked(conn, episode_id)
+    row = locked(conn, episode_id)
     conn.execute(episodes.update().where(episodes.c.id == row.id).values(has_gap=True))
     add_event(conn, "episode", row.id, "gap", None, source, note)
 
@@ -135,7 +135,7 @@ def add_reward(conn: sa.Connection, reward: Reward) -> None:
         raise UserError(
             f"a reward must be a finite number, at most {MAX_REWARD:g} in size, got {reward.value}"
         )
-    row = _locked(conn, reward.episode_id)
+    row = locked(conn, reward.episode_id)
     _check_target(conn, row.id, reward)
     if reward.supersedes is not None:
         owner = conn.execute(
@@ -155,7 +155,8 @@ def add_reward(conn: sa.Connection, reward: Reward) -> None:
         end_episode(conn, row.id, by="reward")
 
 
-def _locked(conn: sa.Connection, episode_id: str) -> EpisodeRow:
+def locked(conn: sa.Connection, episode_id: str) -> EpisodeRow:
+    """The episode, this transaction's until it ends. UnknownEpisodeError if there is none."""
     row = lock_rows(conn, [storable_text(episode_id)]).get(storable_text(episode_id))
     if row is None:
         newest = conn.execute(

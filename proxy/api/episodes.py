@@ -1,4 +1,4 @@
-"""Episodes: announce one, end one, look at one."""
+"""Episodes: announce one, issue a key for its calls, end one, look at one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...records import Call, Episode, EpisodeStatus, Purpose, Reward, new_id
+from ...records import Call, Episode, EpisodeStatus, Purpose, Reward, new_id, now_ms
 from ...store.append import create_episode, end_episode
+from ...store.keys import EpisodeKey, add_episode_key
 from ...store.read import load_episodes
 from ...store.rewards import resolve
+from ..keys import key_hash, new_key
 from .context import Context, Name
 
 router = APIRouter(prefix="/lightning/api/episodes", tags=["episodes"])
@@ -65,6 +67,28 @@ async def end(episode: str, context: Context, body: EpisodeEnd | None = None) ->
     context.live.end_episode(episode)
     context.lineage.forget(episode)
     return {"episode": episode, "status": status.value}
+
+
+class NewKey(BaseModel):
+    """A key to use as the agent's API key: its calls are this episode's, and this agent's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agent: Name | None = None
+    expires_in_sec: int | None = Field(
+        24 * 3600, ge=1, le=10 * 365 * 24 * 3600, description="null: it never does."
+    )
+
+
+@router.post("/{episode:path}/keys")
+async def issue_key(episode: str, context: Context, body: NewKey | None = None) -> dict[str, Any]:
+    wanted = body or NewKey()
+    lifetime = wanted.expires_in_sec
+    expires_at_ms = None if lifetime is None else now_ms() + 1000 * lifetime
+    key = new_key()
+    stored = EpisodeKey(episode, wanted.agent, expires_at_ms)
+    await context.write(lambda conn: add_episode_key(conn, key_hash(key.encode()), stored))
+    return {"key": key, "episode": episode, "agent": wanted.agent, "expires_at_ms": expires_at_ms}
 
 
 @router.get("/{episode:path}")

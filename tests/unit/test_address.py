@@ -6,6 +6,7 @@ import pytest
 
 from lightning_rl.errors import UserError
 from lightning_rl.proxy.address import attribute, read_address
+from lightning_rl.proxy.keys import new_key
 
 
 def test_nothing_named() -> None:
@@ -99,8 +100,39 @@ def test_what_can_not_be_a_name_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_foreign_marks_that_can_not_be_names_are_no_marks() -> None:
-    address = read_address(b"/v1/models", [(b"x-session-id", b"x" * 999)])
-    body = {"metadata": {"episode_id": 7}, "litellm_session_id": ["a"]}
-    assert attribute(address, body).episode_id is None
-    assert attribute(address, {"metadata": "text"}).episode_id is None
+def test_foreign_marks_that_can_not_be_names_are_no_marks_and_told() -> None:
+    address = read_address(b"/v1/models", [(b"x-session-id", b"x" * 999), (b"x-lightning-episode", b" ")])
+    body = {"metadata": {"episode_id": 7, "agent": "a\x01"}, "litellm_session_id": ["a"]}
+    found = attribute(address, body)
+    assert (found.episode_id, found.rule, found.agent) == (None, "none", None)
+    assert found.conflict == (
+        "not a name: X-Lightning-Episode is empty, X-Session-Id is longer than 256 characters, "
+        "metadata.episode_id is not text, metadata.agent has control characters, "
+        "litellm_session_id is not text"
+    )
+    found = attribute(read_address(b"/episodes/e/v1/models", []), {"metadata": {"episode_id": ""}})
+    assert (found.episode_id, found.conflict) == ("e", "not a name: metadata.episode_id is empty")
+    for absent in ({"metadata": "text"}, {"metadata": {"episode_id": None}}, {"metadata": {}}):
+        assert attribute(read_address(b"/v1/models", []), absent).conflict is None
+
+
+def test_a_key_is_stronger_than_the_body_and_weaker_than_path_and_headers() -> None:
+    body = {"metadata": {"episode_id": "B", "agent": "body-agent"}}
+    found = attribute(read_address(b"/v1/models", []).with_key("K", "key-agent"), body)
+    assert (found.episode_id, found.rule, found.agent) == ("K", "key", "key-agent")
+    assert found.conflict == "body says 'B'"
+    headers = [(b"x-session-id", b"S"), (b"x-lightning-agent", b"header-agent")]
+    found = attribute(read_address(b"/v1/models", headers).with_key("K", "key-agent"), None)
+    assert (found.episode_id, found.rule, found.agent) == ("S", "alias:X-Session-Id", "header-agent")
+    assert found.conflict == "key says 'K'"
+    found = attribute(read_address(b"/episodes/P/v1/models", []).with_key("K", None), None)
+    assert (found.episode_id, found.rule) == ("P", "path")
+
+
+def test_a_key_is_no_name() -> None:
+    key = new_key()
+    with pytest.raises(UserError, match="API key"):
+        read_address(f"/episodes/{key}/v1/models".encode(), [])
+    found = attribute(read_address(b"/v1/models", []), {"metadata": {"episode_id": key}})
+    assert found.episode_id is None
+    assert key not in str(found)

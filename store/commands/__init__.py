@@ -1,6 +1,7 @@
 """The commands that drive the log, a file per group; nothing heavy is imported before a command runs."""
 
 from .db import db_app
+from .episodes import episodes_app
 from .reward import reward_app
 
-__all__ = ["db_app", "reward_app"]
+__all__ = ["db_app", "episodes_app", "reward_app"]

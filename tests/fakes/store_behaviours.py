@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -30,7 +31,7 @@ from lightning_rl.records import (
     logprobs,
     token_ids,
 )
-from lightning_rl.store import append, policies, read, runs
+from lightning_rl.store import append, episode_view, listing, policies, read, runs, upgrade
 from lightning_rl.store.blocks import load_prompts, store_prompt
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
@@ -548,3 +549,50 @@ def test_a_failed_transaction_leaves_nothing_and_the_next_one_works(database: Da
     write(database, intent("c1"))
     with pytest.raises(UnknownEpisodeError), database.read() as conn:
         read.load_episodes(conn, ["ep", "nobody"])
+
+
+@behaviour
+def test_an_upgrade_from_the_first_schema_keeps_every_row(database: Database) -> None:
+    from alembic import command
+
+    write(database, intent("c1", task="t", agent="a"), end("c1"), intent("u", None), end("u"))
+    before = rows_by_table(database)
+    with database.write() as conn:
+        command.downgrade(upgrade.alembic_config(conn), "0001")
+        indexes = {index["name"] for index in sa.inspect(conn).get_indexes("choices")}
+        assert indexes == {"ix_choices_quarantine"}
+    Database.open(database.url).close()
+    assert rows_by_table(database) == before
+
+
+@behaviour
+def test_pages_of_episodes_and_of_unattributed_calls(database: Database) -> None:
+    for number in range(5):
+        write(
+            database,
+            intent(f"c{number}", f"e{number % 5}", agent=f"a{number % 2}", started_at_ms=number // 2),
+        )
+    write(database, intent("u1", None), intent("u2", None), intent("u3", None))
+    with database.write() as conn:
+        append.create_episode(conn, episode_id="e1", tags={"k": "v"})
+        append.add_reward(conn, reward("e1", 0.5))
+        append.mark_gap(conn, "e2", source="test")
+    with database.read() as conn:
+        first = listing.list_episodes(conn, listing.EpisodeFilter(), limit=3)
+        rest = listing.list_episodes(conn, listing.EpisodeFilter(), limit=3, after=first.next)
+        assert [row.id for row in (*first.rows, *rest.rows)] == ["e4", "e3", "e2", "e1", "e0"]
+        assert (first.next, rest.next) == ("e2", None)
+
+        def found(**wanted: Any) -> list[str]:
+            return [row.id for row in listing.list_episodes(conn, listing.EpisodeFilter(**wanted)).rows]
+
+        assert found(agent="a1") == ["e3", "e1"]
+        assert found(tags={"k": "v"}) == ["e1"]
+        assert found(tags={"k": "other"}) == []
+        assert found(unrewarded=True, with_gap=True) == ["e2"]
+        assert found(since_ms=1, until_ms=2) == ["e3", "e2"]
+        calls_page = listing.list_unattributed(conn, limit=2)
+        assert [row.id for row in calls_page.rows] == ["u3", "u2"]
+        assert [row.id for row in listing.list_unattributed(conn, after=calls_page.next).rows] == ["u1"]
+        view = episode_view.load_view(conn, "e1")
+        assert (view.line.reward, [call.agent for call in view.calls]) == (0.5, ["a1"])

@@ -1,0 +1,34 @@
+"""Moments as people type them, and as they read them."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+
+from ...errors import UserError
+
+_AGO = re.compile(r"(\d+)\s*([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def moment_ms(text: str) -> int:
+    """`90s`, `30m`, `12h`, `7d`, `2w` ago, or a date or time in ISO form (of this machine's zone).
+
+    UserError for anything else.
+    """
+    match = _AGO.fullmatch(text.strip().lower())
+    try:
+        if match is not None:
+            moment = datetime.now() - timedelta(**{_UNITS[match[2]]: int(match[1])})
+        else:
+            moment = datetime.fromisoformat(text.strip())
+        return int(moment.timestamp() * 1000)
+    except (ValueError, OverflowError):
+        raise UserError(f"{text!r} is no time: write 30m, 12h, 7d or 2026-11-30T16:00") from None
+
+
+def shown(at_ms: int | None) -> str:
+    """In this machine's zone, to the second."""
+    if at_ms is None:
+        return "-"
+    return datetime.fromtimestamp(at_ms / 1000).isoformat(sep=" ", timespec="seconds")

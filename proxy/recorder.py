@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ..errors import LightningError, StoreError
 from ..records import CallDelivered, CallEnd, CallIntent, LogEntry
-from ..store.append import append_entries, mark_gap
+from ..store.append import Noted, append_entries, mark_gap
 
 COMMIT_EVERY_SEC = 0.05
 """How long an intent may wait for company: after a crash, older calls are in the log as incomplete."""
@@ -60,7 +60,7 @@ class Recorder:
         database: WritableDatabase,
         *,
         is_required: bool = True,
-        append: Callable[[Any, Sequence[LogEntry]], None] = append_entries,
+        append: Callable[[Any, Sequence[LogEntry]], Noted | None] = append_entries,
         mark: Callable[..., None] = mark_gap,
     ) -> None:
         self._database = database

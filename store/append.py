@@ -32,6 +32,7 @@ from .bodies import pack_json, split_body, store_parts
 from .episodes import add_reward, create_episode, end_episode, mark_gap
 from .events import add_event
 from .placement import Placed, place_calls
+from .retries import is_marked, link_retries
 from .schema import calls, choices, fingerprints
 from .sharing import refer
 from .statements import (
@@ -58,7 +59,15 @@ NO_INTENT = "missing_intent"
 """Attribution rule of a call whose end came without its intent: it waits in the unattributed bin."""
 
 
-def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What only the log could tell of a batch."""
+
+    num_late_calls: int  # on episodes that had ended
+    num_retries: int  # calls found to repeat an earlier attempt
+
+
+def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> Noted:
     """Write a batch. Of two intents or ends of one call the first stands; the order of the entries is the
     calls'.
 
@@ -92,6 +101,10 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> None:
         conn.execute(
             _SET_DELIVERED, [{"b_id": name, "b_delivered": delivered[name]} for name in sorted(delivered)]
         )
+    marked = [intent for intent in intents.values() if is_marked(intent)]
+    repeated = {call.root for call in known.values() if call.root is not None}
+    num_retries = link_retries(conn, marked, repeated) if marked or repeated else 0
+    return Noted(placed.num_late, num_retries)
 
 
 def add_fingerprint(conn: sa.Connection, fingerprint: Fingerprint) -> None:
@@ -99,7 +112,9 @@ def add_fingerprint(conn: sa.Connection, fingerprint: Fingerprint) -> None:
     insert_missing(conn, fingerprints, [{**asdict(fingerprint), "created_at_ms": now_ms()}])
 
 
-_KNOWN_CALLS = sa.select(calls.c.id, calls.c.episode_id, calls.c.status).where(names_in(calls.c.id))
+_KNOWN_CALLS = sa.select(
+    calls.c.id, calls.c.episode_id, calls.c.status, calls.c.kind, calls.c.retry_of
+).where(names_in(calls.c.id))
 _RULES = sa.select(calls.c.id, calls.c.attribution_rule).where(names_in(calls.c.id))
 
 _SET_DELIVERED = (
@@ -134,13 +149,15 @@ _SET_END = (
 class _KnownCall:
     episode_id: str | None
     open: bool  # no end is in the log yet
+    root: str | None  # the first attempt, where it is one of several
 
 
 def _known_calls(conn: sa.Connection, ids: list[str]) -> dict[str, _KnownCall]:
     found: dict[str, _KnownCall] = {}
     for chunk in chunks(sorted(set(ids))):
-        for name, episode_id, status in conn.execute(_KNOWN_CALLS, {"names": chunk}):
-            found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value)
+        for name, episode_id, status, kind, retry_of in conn.execute(_KNOWN_CALLS, {"names": chunk}):
+            root = name if retry_of is None and kind == CallKind.RETRY_ORPHAN.value else retry_of
+            found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value, root)
     return found
 
 

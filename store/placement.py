@@ -67,6 +67,7 @@ class Placed:
     rows: Mapping[str, EpisodeRow]
     group_ids: set[str]  # that are known to exist
     changed: set[str]
+    num_late: int = 0  # calls on episodes that had ended
 
     def place(self, conn: sa.Connection, intent: CallIntent) -> Placement:
         at = intent.attribution
@@ -83,6 +84,7 @@ class Placed:
             row.policy, row.policy_version = intent.policy, intent.policy_version
         if row.status != EpisodeStatus.RUNNING.value:
             add_event(conn, "episode", row.id, "late_call", {"call": intent.id}, "recorder")
+            self.num_late += 1
         self.changed.add(row.id)
         return placement
 

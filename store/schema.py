@@ -159,6 +159,8 @@ calls = sa.Table(
     _exceptions("ix_calls_unfinished", "status", "id", where="status <> 'complete'"),
     _exceptions("ix_calls_other_kinds", "kind", "id", where="kind <> 'policy'"),
     _exceptions("ix_calls_conflicts", "id", where="attribution_conflict IS NOT NULL"),
+    _exceptions("ix_calls_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL"),
+    _exceptions("ix_calls_retry_of", "retry_of", where="retry_of IS NOT NULL"),
 )
 
 choices = sa.Table(

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator
 
+import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
 import sqlalchemy as sa
 from fakes.log_rows import end, intent

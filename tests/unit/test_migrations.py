@@ -40,6 +40,7 @@ def test_every_revision_is_a_file_of_the_package() -> None:
         "0002",
         "0003",
         "0004",
+        "0005",
     ]
 
 

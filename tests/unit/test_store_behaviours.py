@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
 from fakes.store_behaviours import BEHAVIOURS
 

@@ -6,6 +6,7 @@ comparable, and readable by numpy and torch without a copy.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from array import array
@@ -20,6 +21,9 @@ Logprobs: TypeAlias = "array[float]"  # array('f'), natural logarithms, aligned 
 MISSING_LOGPROB = -9999.0
 """What vLLM writes where it has no logprob; also its clamp for -inf. Kept in place, never filtered out."""
 
+HIGHEST_LOGPROB = 1e-5
+"""A logarithm of a probability is at most 0; engines overshoot by rounding."""
+
 
 def now_ms() -> int:
     """Wall clock, milliseconds since the epoch."""
@@ -27,9 +31,15 @@ def now_ms() -> int:
 
 
 def new_id() -> str:
-    """A 32-digit hexadecimal id that sorts by creation time (48 bits of milliseconds, 80 random bits)."""
+    """A 32-digit hexadecimal id that sorts by creation time: milliseconds, then this process's own count.
+
+    48 bits of milliseconds, 24 of the count (two events of one millisecond keep their order), 56 random ones.
+    """
     # Not a secret, so no system call each time; the generator is seeded by the system, anew after a fork.
-    return f"{now_ms():012x}{random.getrandbits(80):020x}"
+    return f"{now_ms():012x}{next(_count) & 0xFFFFFF:06x}{random.getrandbits(56):014x}"
+
+
+_count = itertools.count()
 
 
 def token_ids(values: Sequence[int] = ()) -> TokenIds:

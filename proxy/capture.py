@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from ..records import (
+    HIGHEST_LOGPROB,
     MISSING_LOGPROB,
     CallEnd,
     CallStatus,
@@ -26,7 +27,6 @@ from ..records import (
 from .assemble import MessageParts
 from .request import Request
 
-HIGHEST_LOGPROB = 1e-5
 MAX_ERROR_CHARS = 1000
 _PARSE_EVERY_BYTES = 32 * 1024
 _FINISHES = re.compile(rb'"finish_reason"\s*:\s*"')

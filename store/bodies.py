@@ -38,7 +38,7 @@ def split_body(body: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     position = 0
     for start, end in _spans(body):
         part = body[start:end]
-        name = blake2b(part, digest_size=_HASH_BYTES).digest()
+        name = part_name(part)
         parts[name] = part
         skeleton += _segment(body[position:start]) + name
         position = end
@@ -46,7 +46,20 @@ def split_body(body: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     return _FORMAT + zlib.compress(bytes(skeleton)), parts
 
 
+def part_name(part: bytes) -> bytes:
+    return blake2b(part, digest_size=_HASH_BYTES).digest()
+
+
+def pack_part(part: bytes) -> bytes:
+    return zlib.compress(part)
+
+
+def unpack_part(packed: bytes) -> bytes:
+    return zlib.decompress(packed)
+
+
 def part_names(skeleton: bytes) -> list[bytes]:
+    """The parts that a stored skeleton refers to, in order."""
     return [item for is_part, item in _segments(skeleton) if is_part]
 
 
@@ -59,9 +72,7 @@ def join_body(skeleton: bytes, parts: Mapping[bytes, bytes]) -> bytes:
 
 def store_parts(conn: sa.Connection, parts: Mapping[bytes, bytes]) -> None:
     present = existing(conn, body_parts.c.hash, parts)
-    rows = (
-        {"hash": name, "bytes": zlib.compress(part)} for name, part in parts.items() if name not in present
-    )
+    rows = ({"hash": name, "bytes": pack_part(part)} for name, part in parts.items() if name not in present)
     insert_missing(conn, body_parts, rows)
 
 
@@ -73,7 +84,7 @@ def load_bodies(conn: sa.Connection, skeletons: Iterable[bytes]) -> list[bytes]:
         rows = conn.execute(
             sa.select(body_parts.c.hash, body_parts.c.bytes).where(body_parts.c.hash.in_(chunk))
         )
-        parts.update({name: zlib.decompress(packed) for name, packed in rows})
+        parts.update({name: unpack_part(packed) for name, packed in rows})
     return [join_body(skeleton, parts) for skeleton in listed]
 
 

@@ -116,7 +116,7 @@ class PostgresServer:
                 user=self.user.get("user"),
                 group=self.user.get("group"),
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120  # after a crash it syncs every file of every database first
         while not self._ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"Postgres did not start:\n{log.read_text()[-2000:]}")

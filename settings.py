@@ -23,6 +23,7 @@ from pydantic_settings import (
 from pydantic_settings import SettingsError as UnreadableSettingError
 
 from .errors import SettingsError
+from .records import CallKind
 
 DEFAULT_DB = "sqlite:///lightning.db"
 
@@ -137,6 +138,14 @@ class ProxySettings(_Layered):
     recording: Literal["required", "best-effort"] = Field(
         "required",
         description="When the log can't be written: answer 503 (required), or serve and count.",
+    )
+    kinds: dict[str, CallKind] = Field(
+        default_factory=lambda: {"judge": CallKind.JUDGE, "grader": CallKind.JUDGE, "title": CallKind.SIDE},
+        description="What the calls of an agent (a shell pattern) are: policy, side or judge. Only policy "
+        "calls are trained.",
+    )
+    idle_timeout_sec: float | None = Field(
+        None, ge=1, description="Episodes without a call for so long end; left out: they wait to be ended."
     )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")

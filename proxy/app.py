@@ -20,6 +20,7 @@ from .client import Client, Receive, Scope, Send
 from .gate import Gate
 from .incoming import Parts
 from .keys import EpisodeKeys, holds_token, sent_keys
+from .kinds import Kinds
 from .lineage import Lineage
 from .policies import LivePolicies
 from .recorder import Recorder
@@ -102,6 +103,7 @@ class ProxyApp:
             lineage=self.lineage,
             fingerprint_id=lambda: self.fingerprint_id,
             holds_ends=self.settings.durability == "commit",
+            kinds=Kinds(self.settings.kinds),
         )
         self._relay = Relay(
             parts,

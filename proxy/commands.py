@@ -84,6 +84,7 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     from ..store.database import Database
     from .app import ProxyApp
     from .engine_watch import require_engine, watch_engine
+    from .idle import end_idle_episodes
     from .publisher import publish
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -96,7 +97,9 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     listener = _listen(settings.host, settings.port)
     try:
         database = Database.open(settings.db)
-        proxy = ProxyApp(settings, database, background=[publish if settings.publish else watch_engine])
+        proxy = ProxyApp(
+            settings, database, background=[publish if settings.publish else watch_engine, end_idle_episodes]
+        )
         try:
             if checks_engine:
                 asyncio.run(require_engine(settings))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..records import Attribution, CallEnd, CallIntent, CallKind, LogEntry, new_id, now_ms
+from ..records import Attribution, CallEnd, CallIntent, LogEntry, new_id, now_ms
 from .address import Address
 from .client import Client
+from .kinds import Kinds
 from .lineage import Lineage
 from .policies import LivePolicies, Served
 from .request import Request
@@ -49,6 +50,7 @@ class Parts:
     fingerprint_id: Callable[[], str | None]
     holds_ends: bool  # durability "commit"
     front: CallFront | None = None
+    kinds: Kinds = field(default_factory=Kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def make_intent(
     return CallIntent(
         id=call_id,
         attribution=attribution,
-        kind=CallKind.POLICY,
+        kind=parts.kinds.of(attribution.agent, request.doc),
         route=incoming.route.path,
         dialect=request.dialect,
         streaming=request.streaming,

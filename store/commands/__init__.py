@@ -1,7 +1,8 @@
 """The commands that drive the log, a file per group; nothing heavy is imported before a command runs."""
 
+from .curation import calls_app
 from .db import db_app
 from .episodes import episodes_app
 from .reward import reward_app
 
-__all__ = ["db_app", "episodes_app", "reward_app"]
+__all__ = ["calls_app", "db_app", "episodes_app", "reward_app"]

@@ -56,8 +56,8 @@ def list_(
     wanted = EpisodeFilter(
         task=task,
         batch=batch,
-        status=None if status is None else _one_of(EpisodeStatus, "--status", status),
-        purpose=None if purpose is None else _one_of(Purpose, "--purpose", purpose),
+        status=None if status is None else one_of(EpisodeStatus, "--status", status),
+        purpose=None if purpose is None else one_of(Purpose, "--purpose", purpose),
         policy=policy,
         agent=agent,
         tags=read_tags(tag or []),
@@ -118,7 +118,8 @@ def read_tags(pairs: Sequence[str]) -> Mapping[str, str]:
     return found
 
 
-def _one_of(kinds: type[E], option: str, text: str) -> E:
+def one_of(kinds: type[E], option: str, text: str) -> E:
+    """UserError lists the choices."""
     from ...errors import UserError
 
     try:

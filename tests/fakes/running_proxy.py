@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fakes.fake_vllm import FakeVllm, serving
 
-from lightning_rl.proxy.app import ProxyApp
+from lightning_rl.proxy.app import Background, ProxyApp
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
 
@@ -31,7 +31,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_proxy(tmp_path: Path, engine: FakeVllm | None = None, **settings: Any) -> Iterator[Running]:
+def running_proxy(
+    tmp_path: Path, engine: FakeVllm | None = None, more: Sequence[Background] = (), **settings: Any
+) -> Iterator[Running]:
+    """`more`: background tasks beside the one that knows the base model."""
     engine = engine or FakeVllm()
 
     async def know_base(app: ProxyApp) -> None:
@@ -40,7 +43,7 @@ def running_proxy(tmp_path: Path, engine: FakeVllm | None = None, **settings: An
     with serving(engine) as engine_url:
         database = Database.open(f"sqlite:///{tmp_path}/log.db")
         chosen = ProxySettings.load(engine_url=engine_url, db=database.url, **settings)
-        proxy = ProxyApp(chosen, database, background=[know_base])
+        proxy = ProxyApp(chosen, database, background=[know_base, *more])
         try:
             with serving(
                 proxy,

@@ -15,6 +15,7 @@ from fakes.log_rows import choice, end, intent, reward
 from lightning_rl.errors import UnknownEpisodeError, UserError
 from lightning_rl.records import (
     CallDelivered,
+    CallKind,
     CallStatus,
     EpisodeStatus,
     Fingerprint,
@@ -31,7 +32,7 @@ from lightning_rl.records import (
     logprobs,
     token_ids,
 )
-from lightning_rl.store import append, episode_view, listing, policies, read, runs, upgrade
+from lightning_rl.store import append, curation, episode_view, listing, policies, read, runs, upgrade
 from lightning_rl.store.blocks import load_prompts, store_prompt
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
@@ -596,3 +597,120 @@ def test_pages_of_episodes_and_of_unattributed_calls(database: Database) -> None
         assert [row.id for row in listing.list_unattributed(conn, after=calls_page.next).rows] == ["u1"]
         view = episode_view.load_view(conn, "e1")
         assert (view.line.reward, [call.agent for call in view.calls]) == (0.5, ["a1"])
+
+
+@behaviour
+def test_second_thoughts_about_an_episode_are_events_and_the_columns_follow(database: Database) -> None:
+    write(database, intent("c1", tags={"k": "1"}))
+    with database.write() as conn:
+        with pytest.raises(UserError, match="is running"):
+            curation.include_episode(conn, "ep", by="cli")
+        append.end_episode(conn, "ep", status=EpisodeStatus.EXCLUDED, by="cli", note="leaked the answer")
+        for _ in range(2):
+            curation.include_episode(conn, "ep", by="cli", note="it had not")
+            curation.tag_episode(conn, "ep", {"k": "2", "new": "x"}, by="cli")
+            curation.untag_episode(conn, "ep", ["new", "nothing"], by="cli")
+            (episode,) = read.load_episodes(conn, ["ep"])
+            assert (episode.status, episode.tags) == (EpisodeStatus.ENDED, {"k": "2"})
+    said: dict[str, list[Any]] = {}
+    for event in _view(database, "ep").events:
+        said.setdefault(event.kind, []).append((event.value, event.note))
+    assert said.pop("excluded") == [(None, "leaked the answer")]
+    assert said.pop("ended") == [({"was": "excluded"}, "it had not")]
+    assert {"was": {"k": "1"}, "tags": {"k": "2", "new": "x"}} in [value for value, _ in said.pop("tagged")]
+    assert said.pop("untagged") == 2 * [({"was": {"new": "x"}}, None)]
+    assert said == {}
+    with pytest.raises(UnknownEpisodeError), database.write() as conn:
+        curation.tag_episode(conn, "nobody", {"a": "b"}, by="cli")
+
+
+def _view(database: Database, name: str) -> episode_view.EpisodeView:
+    with database.read() as conn:
+        return episode_view.load_view(conn, name)
+
+
+@behaviour
+def test_unattributed_calls_are_assigned_after_the_others_by_time(database: Database) -> None:
+    write(database, intent("c1"), end("c1"))
+    for name, at in (("u2", 20), ("u1", 10), ("u3", 30)):
+        write(database, intent(name, None, started_at_ms=at), end(name, [4, 5]))
+    with database.write() as conn:
+        assert curation.assign_calls(conn, "ep", ["u2", "u1", "u2"], agent="writer", by="cli") == [1, 2]
+        assert curation.assign_calls(conn, "new", ["u3"], create=True, by="cli") == [0]
+        ep, new = read.load_episodes(conn, ["ep", "new"])
+    assert [(call.id, call.agent) for call in ep.calls] == [("c1", None), ("u1", "writer"), ("u2", "writer")]
+    assert [(call.id, call.prompt_ids.tolist()) for call in new.calls] == [("u3", [4, 5])]
+    view = _view(database, "ep")
+    assert [call.attribution_rule for call in view.calls] == ["header", "assigned", "assigned"]
+    assert sorted(event.kind for event in view.events) == ["assigned", "assigned"]
+    write(database, intent("c2"))
+    assert [call.id for call in _view(database, "ep").calls] == ["c1", "u1", "u2", "c2"]
+
+    write(database, intent("u4", None))
+    _train(database, "new")
+    for episode, names, words in (
+        ("ep", ["u1"], "'u1' is in episode 'ep' already"),
+        ("ep", ["u4", "c9"], "no call 'c9'"),
+        ("ep", [], "no call was named"),
+        ("new", ["u4"], "was trained by run run"),
+    ):
+        before = rows_by_table(database)
+        with pytest.raises(UserError, match=words), database.write() as conn:
+            curation.assign_calls(conn, episode, names, by="cli")
+        assert rows_by_table(database) == before
+    with pytest.raises(UnknownEpisodeError), database.write() as conn:
+        curation.assign_calls(conn, "nobody", ["u4"], by="cli")
+
+
+def _train(database: Database, episode: str) -> None:
+    row = ManifestChoice("u3", 0, episode, None, None, 1.0, 1.0, None)
+    with database.write() as conn:
+        runs.create_run(conn, "run", "policy", {}, {})
+        runs.add_manifest(conn, StepManifest("run", 0, "policy", 0, (row,), {}, {}))
+
+
+@behaviour
+def test_kinds_and_used_answers_can_be_said_afterwards(database: Database) -> None:
+    write(database, intent("c1", agent="title"), end("c1", [1], choice(), choice(index=1)), intent("c2"))
+    with database.write() as conn:
+        assert curation.calls_of_agent(conn, "ep", "title") == ["c1"]
+        assert curation.set_call_kind(conn, ["c1", "c2"], CallKind.SIDE, by="cli", note="titles") == 2
+        assert curation.set_call_kind(conn, ["c1", "c2"], CallKind.SIDE, by="cli") == 0
+        assert curation.set_call_kind(conn, ["c2"], CallKind.POLICY, by="cli") == 1
+        curation.set_choice_used(conn, "c1", 1, True, by="cli")
+        curation.set_choice_used(conn, "c1", 1, True, by="cli")
+        (episode,) = read.load_episodes(conn, ["ep"])
+    assert [call.kind for call in episode.calls] == [CallKind.SIDE, CallKind.POLICY]
+    assert [choice.used for choice in episode.calls[0].choices] == [None, True]
+    assert event_kinds(database, "call", "c2") == ["kind", "kind"]
+    assert event_kinds(database, "choice", "c1/1") == ["used"]
+    for wrong in (
+        lambda conn: curation.set_call_kind(conn, ["c1", "nobody"], CallKind.JUDGE, by="cli"),
+        lambda conn: curation.set_choice_used(conn, "c1", 2, True, by="cli"),
+    ):
+        with pytest.raises(UserError), database.write() as conn:
+            wrong(conn)
+
+
+@behaviour
+def test_idle_episodes_end_unless_an_answer_is_under_way(database: Database) -> None:
+    now, minute = 10_000_000, 60_000
+    for name, started, ended in (
+        ("quiet", now - 10 * minute, now - 9 * minute),
+        ("busy", now - 10 * minute, now - minute),
+        ("waits", now - 10 * minute, None),
+        ("died", now - 120 * minute, None),
+    ):
+        write(database, intent(f"c-{name}", name, started_at_ms=started))
+        if ended is not None:
+            write(database, end(f"c-{name}", ended_at_ms=ended))
+    with database.write() as conn:
+        append.create_episode(conn, episode_id="announced")
+        wanted = {"idle_ms": 5 * minute, "at_ms": now}
+        assert curation.idle_episodes(conn, **wanted) == ["died", "quiet"]
+        assert curation.end_if_idle(conn, "quiet", **wanted)
+        assert not curation.end_if_idle(conn, "quiet", **wanted), "another proxy was quicker"
+        assert not curation.end_if_idle(conn, "busy", **wanted), "a call has come meanwhile"
+        assert curation.idle_episodes(conn, **wanted) == ["died"]
+    line = _view(database, "quiet").line
+    assert (line.status, line.ended_by) == ("ended", "idle")

@@ -13,10 +13,10 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test demo docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test demo docs wheel clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(INSTALLED) ## the environment: proxy, trainer, engine, development tools
 
@@ -48,12 +48,18 @@ types: | $(INSTALLED)
 unit: | $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-test: check | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
-	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
-	  echo "make test: no PostgreSQL server programs: the Postgres tests will be skipped (install postgresql)"
+test: check | $(INSTALLED) postgres ## everything but the demo and the benches: real engine, real Postgres
 	@$(MAKE) --no-print-directory model
 	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/integration
+
+# The server's programs; without them what needs Postgres is skipped, and says so.
+postgres:
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
+	  echo "make: no PostgreSQL server programs: what needs them is skipped (install postgresql)"
+
+crash-test: | $(INSTALLED) postgres ## kill -9 of the proxy under load, on SQLite and Postgres: nothing delivered is lost; ends with one JSON line
+	$(BIN)/python bench/crash/run.py $(CRASH_FLAGS)
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model

@@ -22,6 +22,7 @@ from .incoming import Parts
 from .keys import EpisodeKeys, holds_token, sent_keys
 from .kinds import Kinds
 from .lineage import Lineage
+from .metrics import CallMetrics
 from .policies import LivePolicies
 from .recorder import Recorder
 from .relay import Relay
@@ -42,7 +43,10 @@ class ProxyApp:
         self.database = database
         self.gate = Gate()
         self.live = LivePolicies(settings.policy, settings.aliases, self.gate)
-        self.recorder = Recorder(database, is_required=settings.recording == "required")
+        self.metrics = CallMetrics()
+        self.recorder = Recorder(
+            database, is_required=settings.recording == "required", observe=self.metrics.observe
+        )
         self.lineage = Lineage()
         self.fingerprint_id: str | None = None
         self._token = None if settings.token is None else settings.token.get_secret_value()
@@ -50,7 +54,9 @@ class ProxyApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
         self._relay: Relay | None = None
-        self._api = create_api(ApiContext(database, self.recorder, self.live, self.lineage, settings))
+        self._api = create_api(
+            ApiContext(database, self.recorder, self.live, self.lineage, settings, self.metrics)
+        )
 
     async def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """From now on calls are recorded as made with this engine."""

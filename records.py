@@ -105,6 +105,7 @@ class Quarantine(StrEnum):
     NOT_POLICY = "not_policy"  # no policy of ours served it
     VERSION_CHANGED = "version_changed"  # weights changed between its first and its last token
     REDACTED = "redacted"
+    PROMPT_PARITY = "prompt_parity"  # a translated call whose prompt is not proven to be the engine's own
 
 
 class RewardTarget(StrEnum):

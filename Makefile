@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test demo bench-proxy docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test demo bench-proxy docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,7 +24,7 @@ install: $(INSTALLED) ## the environment: proxy, trainer, engine, development to
 
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,$(ENGINE),dev]' || \
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,providers,$(ENGINE),dev]' || \
 	  { echo "make: if a torch with +cpu was not found: make TORCH_INDEX=<PyTorch's CPU wheel index>"; exit 1; }
 	@# On a CPU these come along as CUDA builds whose import breaks the engine.
 	@test $(ENGINE) = engine || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -50,12 +50,18 @@ types: | $(INSTALLED)
 unit: | $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-test: check | $(INSTALLED) ## everything but the demo and the benches: real engine, real Postgres
-	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
-	  echo "make test: no PostgreSQL server programs: the Postgres tests will be skipped (install postgresql)"
+test: check | $(INSTALLED) postgres ## everything but the demo and the benches: real engine, real Postgres
 	@$(MAKE) --no-print-directory model
 	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/integration
+
+# The server's programs; without them what needs Postgres is skipped, and says so.
+postgres:
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } || \
+	  echo "make: no PostgreSQL server programs: what needs them is skipped (install postgresql)"
+
+crash-test: | $(INSTALLED) postgres ## kill -9 of the proxy under load, on SQLite and Postgres: nothing delivered is lost; ends with one JSON line
+	$(BIN)/python bench/crash/run.py $(CRASH_FLAGS)
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model

@@ -18,6 +18,9 @@ from typing import Any, TypeAlias
 TokenIds: TypeAlias = "array[int]"  # array('I'), one unsigned 32-bit id per position
 Logprobs: TypeAlias = "array[float]"  # array('f'), natural logarithms, aligned with the ids they belong to
 
+MALFORMED_MARK = "not a name: "
+"""Begins the conflict of a call that carried a mark which can't be the name of anything."""
+
 MISSING_LOGPROB = -9999.0
 """What vLLM writes where it has no logprob; also its clamp for -inf. Kept in place, never filtered out."""
 
@@ -102,6 +105,7 @@ class Quarantine(StrEnum):
     NOT_POLICY = "not_policy"  # no policy of ours served it
     VERSION_CHANGED = "version_changed"  # weights changed between its first and its last token
     REDACTED = "redacted"
+    PROMPT_PARITY = "prompt_parity"  # a translated call whose prompt is not proven to be the engine's own
 
 
 class RewardTarget(StrEnum):

@@ -147,6 +147,11 @@ class ProxySettings(_Layered):
     idle_timeout_sec: float | None = Field(
         None, ge=1, description="Episodes without a call for so long end; left out: they wait to be ended."
     )
+    dialects: Literal["translate", "pass"] = Field(
+        "translate",
+        description="Responses and Messages: translate onto the chat API through LiteLLM, so that tokens are "
+        "recorded, or pass to the engine's own routes, recorded but never trainable.",
+    )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
     publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import UserError
-from ..records import Attribution
+from ..records import MALFORMED_MARK, Attribution
 from .keys import is_episode_key
 
 MAX_NAME_CHARS = 256
@@ -32,9 +32,6 @@ _ALIAS_HEADERS = {
 _PATH = re.compile(rb"((?:/(?:episodes|tasks|batches|agents)/[^/]*)+)(/.*)", re.DOTALL)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 _KEY_PREFIX = "lk-"
-
-MALFORMED = "not a name: "
-"""Begins a conflict that says which marks could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ def attribute(address: Address, body: Mapping[str, Any] | None) -> Attribution:
     rule, episode = marks[0] if marks else ("none", None)
     said = [f"{other} says {value!r}" for other, value in marks[1:] if value != episode]
     if faults:
-        said.insert(0, MALFORMED + ", ".join(faults))
+        said.insert(0, MALFORMED_MARK + ", ".join(faults))
     return Attribution(episode, **names, tags=address.tags or {}, rule=rule, conflict="; ".join(said) or None)
 
 

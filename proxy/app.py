@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from ..records import Fingerprint
 from ..settings import ProxySettings
@@ -17,11 +18,15 @@ from ..store.append import add_fingerprint
 from ..store.database import Database
 from .api import ApiContext, create_api
 from .client import Client, Receive, Scope, Send
+from .dialects.front import DialectFront
+from .dialects.hop import Hop
+from .dialects.translator import Translator
 from .gate import Gate
 from .incoming import Parts
 from .keys import EpisodeKeys, holds_token, sent_keys
 from .kinds import Kinds
 from .lineage import Lineage
+from .metrics import CallMetrics
 from .policies import LivePolicies
 from .recorder import Recorder
 from .relay import Relay
@@ -42,7 +47,10 @@ class ProxyApp:
         self.database = database
         self.gate = Gate()
         self.live = LivePolicies(settings.policy, settings.aliases, self.gate)
-        self.recorder = Recorder(database, is_required=settings.recording == "required")
+        self.metrics = CallMetrics()
+        self.recorder = Recorder(
+            database, is_required=settings.recording == "required", observe=self.metrics.observe
+        )
         self.lineage = Lineage()
         self.fingerprint_id: str | None = None
         self._token = None if settings.token is None else settings.token.get_secret_value()
@@ -50,7 +58,16 @@ class ProxyApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
         self._relay: Relay | None = None
-        self._api = create_api(ApiContext(database, self.recorder, self.live, self.lineage, settings))
+        self.translator = Translator()
+        self._hop: Hop | None = None
+        self._api = create_api(
+            ApiContext(database, self.recorder, self.live, self.lineage, settings, self.metrics)
+        )
+
+    @property
+    def hop_url(self) -> str | None:
+        """Where translated calls come back in; None before `start`."""
+        return None if self._hop is None else self._hop.url()
 
     async def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """From now on calls are recorded as made with this engine."""
@@ -105,8 +122,12 @@ class ProxyApp:
             holds_ends=self.settings.durability == "commit",
             kinds=Kinds(self.settings.kinds),
         )
+        self._hop = Hop(parts, self.settings.max_body_mb * 1024 * 1024)
+        front = DialectFront(
+            parts, self.translator, self._hop, translates=self.settings.dialects == "translate"
+        )
         self._relay = Relay(
-            parts,
+            replace(parts, front=front),
             token=self._token,
             max_body_bytes=self.settings.max_body_mb * 1024 * 1024,
             keys=EpisodeKeys(self.database),
@@ -127,6 +148,9 @@ class ProxyApp:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self._hop is not None:
+            await self._hop.stop()
+        await self.translator.stop()
         await self.recorder.stop()
         if self._upstream is not None:
             await self._upstream.close()

@@ -59,20 +59,27 @@ async def carry_out(
     parts: Parts, client: Client, incoming: Incoming, request: Request, attribution: Attribution
 ) -> None:
     """Ask the engine as the agent did. The client is being watched."""
-    try:
-        lease = await parts.live.admit(request.model, attribution.episode_id)
-    except EngineError as error:
-        await client.refuse(503, str(error), retry_after_sec=1)
+    lease = await admit(parts, client, request, attribution)
+    if lease is None:
         return
-    except asyncio.CancelledError:
-        if client.was_interrupted():
-            return  # it left at the closed gate: the engine never heard of it
-        raise
     try:
         intent = make_intent(parts, incoming, request, attribution, lease.served)
         await Exchange(parts, client, request, lease, intent).run(incoming)
     finally:
         lease.release()
+
+
+async def admit(parts: Parts, client: Client, request: Request, attribution: Attribution) -> Lease | None:
+    """What serves the call; None: the client has its answer already, or has left."""
+    try:
+        return await parts.live.admit(request.model, attribution.episode_id)
+    except EngineError as error:
+        await client.refuse(503, str(error), retry_after_sec=1)
+    except asyncio.CancelledError:
+        if not client.was_interrupted():
+            raise
+        # It left at the closed gate: the engine never heard of it.
+    return None
 
 
 class Exchange:

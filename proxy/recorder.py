@@ -62,11 +62,13 @@ class Recorder:
         is_required: bool = True,
         append: Callable[[Any, Sequence[LogEntry]], Noted | None] = append_entries,
         mark: Callable[..., None] = mark_gap,
+        observe: Callable[[Sequence[LogEntry], Noted | None], None] | None = None,
     ) -> None:
         self._database = database
         self._is_required = is_required
         self._append = append
         self._mark = mark
+        self._observe = observe
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
         self._condition = threading.Condition()
@@ -225,7 +227,8 @@ class Recorder:
         retry_sec = FIRST_RETRY_SEC
         while True:
             try:
-                self._commit([item.entry for item in batch if item.entry is not None])
+                entries = [item.entry for item in batch if item.entry is not None]
+                noted = self._commit(entries)
             except StoreError as error:
                 self._failed(batch, str(error))
                 if self._give_up_at is not None and time.monotonic() > self._give_up_at:
@@ -242,21 +245,23 @@ class Recorder:
                     logger.warning("the log can be written again")
                     self._fault = None
                 self._batch_since = None  # before anybody is told that it is done
+                if self._observe is not None:
+                    self._observe(entries, noted)
                 self._resolve(batch, None)
                 return
 
-    def _commit(self, entries: list[LogEntry]) -> None:
+    def _commit(self, entries: list[LogEntry]) -> Noted | None:
         gaps = list(self._gaps)
-        if not entries and not gaps:
-            return
+        noted = None
         if entries:
             with self._database.write() as conn:
-                self._append(conn, entries)
+                noted = self._append(conn, entries)
         if gaps:
             with self._database.write() as conn:
                 for episode in sorted(gaps):
                     self._mark(conn, episode, source="recorder", note="a call was served but not recorded")
             self._gaps.difference_update(gaps)
+        return noted
 
     def _failed(self, batch: list[_Waiting], reason: str) -> None:
         if self._fault is None:

@@ -131,11 +131,12 @@ _SELECT = sa.select(*(calls.c[name] for name in Attempt.__dataclass_fields__))
 _BY_ID = _SELECT.where(calls.c.id == sa.bindparam("name"))
 _BY_KEY = _SELECT.where(calls.c.idempotency_key == sa.bindparam("key"))
 _OF_ROOT = _SELECT.where(sa.or_(calls.c.id == sa.bindparam("root"), calls.c.retry_of == sa.bindparam("root")))
-_SAME_BODY = _SELECT.where(
-    calls.c.request_hash == sa.bindparam("hash"), calls.c.started_at_ms >= sa.bindparam("since")
-)
+_SAME_BODY = _SELECT.where(calls.c.request_hash == sa.bindparam("hash"))
 _SAME_BODY_OF_EPISODE = _SAME_BODY.where(calls.c.episode_id == sa.bindparam("episode"))
-_SAME_BODY_IN_BIN = _SAME_BODY.where(calls.c.episode_id.is_(None))
+# Ids sort by time. `episode_id IS NULL` would lead SQLite to read the whole bin, from its beginning.
+_SAME_BODY_IN_BIN = _SAME_BODY.where(
+    calls.c.id >= sa.bindparam("oldest_id"), sa.func.coalesce(calls.c.episode_id, "") == ""
+)
 
 
 def _by_id(conn: sa.Connection, name: str) -> Attempt | None:
@@ -149,13 +150,13 @@ def _earlier(conn: sa.Connection, new: Attempt) -> list[Attempt]:
     if new.idempotency_key is not None:
         found += conn.execute(_BY_KEY, {"key": new.idempotency_key})
     if new.retry_count > 0 and new.request_hash is not None:
-        in_bin = new.episode_id is None
-        span_ms = IN_THE_BIN_MS if in_bin else AFTER_START_MS + AFTER_FAILURE_MS
-        values = {"hash": new.request_hash, "since": new.started_at_ms - span_ms}
-        if in_bin:
-            found += conn.execute(_SAME_BODY_IN_BIN, values)
+        if new.episode_id is None:
+            oldest = f"{max(new.started_at_ms - IN_THE_BIN_MS, 0):012x}"
+            found += conn.execute(_SAME_BODY_IN_BIN, {"hash": new.request_hash, "oldest_id": oldest})
         else:
-            found += conn.execute(_SAME_BODY_OF_EPISODE, values | {"episode": new.episode_id})
+            found += conn.execute(
+                _SAME_BODY_OF_EPISODE, {"hash": new.request_hash, "episode": new.episode_id}
+            )
     return list({call.id: call for call in (Attempt(*row) for row in found)}.values())
 
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from ... import __version__
 from ...errors import LightningError, UnknownEpisodeError, UserError
-from . import curation, episodes, policies, rewards, status
+from . import curation, episodes, metrics, policies, rewards, status
 from .context import ApiContext
 
 
@@ -22,7 +22,7 @@ def create_api(context: ApiContext) -> FastAPI:
         redoc_url=None,
     )
     app.state.context = context
-    for module in (episodes, curation, rewards, policies, status):
+    for module in (episodes, curation, rewards, policies, status, metrics):
         app.include_router(module.router)
     app.add_exception_handler(LightningError, _lightning_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

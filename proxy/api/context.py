@@ -17,6 +17,7 @@ from ...settings import ProxySettings
 from ...store.database import Database
 from ..address import checked_name
 from ..lineage import Lineage
+from ..metrics import CallMetrics
 from ..policies import LivePolicies
 from ..recorder import Recorder
 
@@ -37,6 +38,7 @@ class ApiContext:
     live: LivePolicies
     lineage: Lineage
     settings: ProxySettings
+    metrics: CallMetrics
 
     async def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in a write transaction, after the calls that the client has made before."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import sqlalchemy as sa
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from ...store.marks import count_marks
 from ...store.read import count_episodes
 from .context import Context
 
@@ -16,21 +18,39 @@ router = APIRouter(tags=["status"])
 
 @router.get("/healthz")
 async def healthz(context: Context) -> JSONResponse:
-    """200 while calls can be served, 503 with the reason otherwise."""
-    fault = context.recorder.refusal
-    if fault is None and context.live.base_model is None:
-        fault = "the engine has not been reached yet"
-    doc = {"status": "ok"} if fault is None else {"status": "unavailable", "reason": fault}
-    return JSONResponse(doc, status_code=200 if fault is None else 503)
+    """200 while calls can be served, else 503 with the reason; `recording` and `engine` say each alone."""
+    recording = context.recorder.fault
+    engine = None if context.live.base_model is not None else "the engine has not been reached yet"
+    reason = context.recorder.refusal or engine
+    status = "unavailable" if reason is not None else "ok" if recording is None else "degraded"
+    doc = {"status": status, "recording": recording or "ok", "engine": engine or "ok"}
+    if reason is not None:
+        doc["reason"] = reason
+    return JSONResponse(doc, status_code=200 if reason is None else 503)
 
 
 @router.get("/lightning/api/status")
 async def status(context: Context) -> dict[str, Any]:
-    counts = await context.read(count_episodes)
+    def load(conn: sa.Connection) -> tuple[dict[str, int], dict[str, int]]:
+        return asdict(count_episodes(conn)), asdict(count_marks(conn))
+
+    episodes, marks = await context.read(load)
+    metrics = context.metrics
     return {
-        "episodes": asdict(counts),
+        "episodes": episodes,
         "engine": {"url": context.settings.engine_url, "base_model": context.live.base_model},
         "calls_in_flight": context.live.gate.in_flight,
+        "calls_waiting": context.live.gate.waiting,
+        "attribution": {
+            **marks,
+            "since_start": {
+                "unattributed": metrics.num_unattributed,
+                "conflicts": metrics.num_conflicts,
+                "malformed_marks": metrics.num_malformed,
+                "late_calls": metrics.num_late,
+                "retries": metrics.num_retries,
+            },
+        },
         "recording": {
             "mode": context.settings.recording,
             "durability": context.settings.durability,

@@ -48,6 +48,12 @@ class FakeVllm:
     raw_answer: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # status, headers, body
     raw_pieces: list[bytes] | None = None  # a stream, written in these pieces
     omits_tokens: bool = False
+    renders: list[int] | None = field(default_factory=lambda: [5, 6, 7, 8])  # None: no --enable-scale-out
+    render_grammar: dict[str, Any] | None = None
+    takes_handed_ids: bool = True
+    generation_error: tuple[int, str, str] | None = None  # status, type, message of a refused chat request
+    repeats_itself: bool = False
+    stop_reason: str | None = None
     received: list[dict[str, Any]] = field(default_factory=list)
     num_open: int = 0
     num_aborted: int = 0
@@ -111,10 +117,29 @@ class FakeVllm:
             await self._generate(path, body, send)
         elif path == "/tokenize":
             await _json(send, 200, {"count": 5, "max_model_len": 2048, "tokens": PROMPT_IDS})
+        elif path in ("/v1/messages/render", "/v1/responses/render"):
+            await self._render(body, send)
         elif path == "/health":
             await _respond(send, 200, [(b"content-length", b"0")], b"")
         else:
             await _json(send, 404, {"detail": "Not Found"})
+
+    def _prompt(self, request: dict[str, Any]) -> Any:
+        """Ids that were handed over are taken as they are, as vLLM does."""
+        handed = (request.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        return handed if handed and self.takes_handed_ids else PROMPT_IDS
+
+    async def _render(self, body: bytes, send: Any) -> None:
+        model = json.loads(body).get("model") or self.models[0]
+        if self.renders is None:
+            await _json(send, 403, {"error": "PermissionDenied"})
+        elif model not in self.models:
+            message = f"The model `{model}` does not exist."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            await _json(send, 404, {"error": error})
+        else:
+            sampling = {"temperature": 1.0, "structured_outputs": self.render_grammar}
+            await _json(send, 200, {"token_ids": self.renders, "sampling_params": sampling})
 
     async def _generate(self, path: str, body: bytes, send: Any) -> None:
         try:
@@ -131,6 +156,11 @@ class FakeVllm:
             message = f"The model `{model}` does not exist."
             error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
             await _json(send, 404, {"error": error})
+        elif self.generation_error is not None:
+            code, kind, message = self.generation_error
+            await _json(
+                send, code, {"error": {"message": message, "type": kind, "param": None, "code": code}}
+            )
         elif path == "/v1/completions":
             await self._completion(request, model, send)
         elif request.get("stream"):
@@ -167,8 +197,8 @@ class FakeVllm:
                     "index": c,
                     "message": message,
                     "logprobs": logprobs,
-                    "finish_reason": self.finish_reason,
-                    "stop_reason": None,
+                    "finish_reason": self._finish(request),
+                    "stop_reason": self.stop_reason,
                     "token_ids": [token_id(c, i) for i in range(self.num_tokens)] if gives_ids else None,
                     "routed_experts": None,
                 }
@@ -183,7 +213,7 @@ class FakeVllm:
             "system_fingerprint": "vllm-0.32.0",
             "usage": self._usage(n * self.num_tokens) | {"prompt_tokens_details": None},
             "prompt_logprobs": None,
-            "prompt_token_ids": PROMPT_IDS if gives_ids else None,
+            "prompt_token_ids": self._prompt(request) if gives_ids else None,
             "prompt_text": None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
@@ -216,7 +246,7 @@ class FakeVllm:
         for c in range(n):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": c, "delta": delta, "logprobs": None, "finish_reason": None}
-            ids = PROMPT_IDS if asks_ids and not self.omits_tokens else None
+            ids = self._prompt(request) if asks_ids and not self.omits_tokens else None
             yield chunk(choice, 0, prompt_token_ids=ids, prompt_text=None)
         for i in range(self.num_tokens):
             for c in range(n):
@@ -231,7 +261,7 @@ class FakeVllm:
                     "finish_reason": self._finish(request) if is_last else None,
                 }
                 if is_last:
-                    choice["stop_reason"] = None
+                    choice["stop_reason"] = self.stop_reason
                 choice["token_ids"] = [token_id(c, i)] if asks_ids and not self.omits_tokens else None
                 self.tokens_sent += 1
                 ends = is_last and not options.get("include_usage")
@@ -245,7 +275,7 @@ class FakeVllm:
 
     def _delta(self, request: dict[str, Any], choice: int, position: int) -> dict[str, Any]:
         if not request.get("tools"):
-            return {"content": word(choice, position)}
+            return {"content": " a" if self.repeats_itself else word(choice, position)}
         if position == 1:
             function = {"name": "add", "arguments": ""}
             return {"tool_calls": [{"id": "call_1", "type": "function", "index": 0, "function": function}]}

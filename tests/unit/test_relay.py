@@ -637,4 +637,5 @@ def test_status_and_policies(running: Running) -> None:
     assert status["recording"]["entries_lost"] == 0
     policies = json.loads(ask(running.url, "/lightning/api/policies").body)["policies"]
     assert (policies[0]["policy"], policies[0]["live_version"]) == ("policy", 0)
-    assert ask(running.url, "/healthz").body == b'{"status":"ok"}'
+    health = json.loads(ask(running.url, "/healthz").body)
+    assert health == {"status": "ok", "recording": "ok", "engine": "ok"}

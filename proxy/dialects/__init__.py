@@ -1,0 +1,1 @@
+"""Responses and Messages, translated by LiteLLM (in a process of its own) on top of our own chat route."""

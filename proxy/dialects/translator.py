@@ -1,0 +1,152 @@
+"""The translator's process, seen from the proxy: started at the first call that needs it, started again if it
+dies, ended with the proxy.
+
+LiteLLM takes seconds and 200 MB to import, which neither the proxy's start nor its memory should pay. Spoken
+to over a unix socket in a folder of our own, with a secret per process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import aiohttp
+
+from ...errors import LightningError
+from .wire import SECRET, StartUp
+
+START_TIMEOUT_SEC = 120.0
+STOP_TIMEOUT_SEC = 5.0
+WORKER = "lightning_rl.proxy.dialects.worker"
+MISSING = (
+    "Responses and Messages are translated by LiteLLM, which is not installed here: "
+    "pip install 'lightning-rl[providers]', or set dialects = \"pass\" to relay them without exact tokens"
+)
+
+logger = logging.getLogger("lightning.dialects")
+
+
+class TranslatorError(LightningError):
+    """The translator can't be had. The message is one line."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("litellm") is not None
+
+
+class Translator:
+    """Create and use it on one event loop."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._secret = ""
+        self._starting = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def wait_until_dead(self, timeout_sec: float = 10.0) -> None:
+        """After somebody has killed it."""
+        if self._process is not None:
+            self._process.wait(timeout_sec)
+
+    async def send(self, path: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+        """Ask, starting the process if there is none. Returns at the answer's head."""
+        session = await self._ready()
+        return await session.post(
+            f"http://translator{path}", data=body, headers={**headers, SECRET: self._secret}
+        )
+
+    async def _ready(self) -> aiohttp.ClientSession:
+        async with self._starting:
+            if self._session is None or self._process is None or self._process.poll() is not None:
+                if self._process is not None:
+                    logger.warning(
+                        "the translator has died (exit code %s): starting it again", self._process.poll()
+                    )
+                await self._close()
+                await self._start()
+            assert self._session is not None
+            return self._session
+
+    async def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lightning-"))  # only we may enter it
+        socket_path = str(self._folder / "translator")
+        self._secret = secrets.token_hex(32)
+        self._process = await asyncio.to_thread(
+            subprocess.Popen,
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C is for the proxy, which drains first
+        )
+        try:
+            line = await asyncio.wait_for(
+                asyncio.to_thread(_introduce, self._process, StartUp(socket_path, self._secret)),
+                START_TIMEOUT_SEC,
+            )
+        except TimeoutError:
+            line = b""
+        if line != b"ready\n":
+            await self._close()
+            raise TranslatorError(
+                "the translator (LiteLLM) does not start; the proxy's log on stderr says why"
+            )
+        logger.info("the translator is ready (process %s)", self._process.pid)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(socket_path, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None),
+            read_bufsize=2**18,
+        )
+
+    async def stop(self) -> None:
+        async with self._starting:
+            await self._close()
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        process, self._process = self._process, None
+        folder, self._folder = self._folder, None
+        if session is not None:
+            await session.close()
+        if process is not None:
+            await asyncio.to_thread(_end, process)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _introduce(process: subprocess.Popen[bytes], start_up: StartUp) -> bytes:
+    """Say what it needs to know; gives its answer, empty where it has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(start_up.line())
+        process.stdin.flush()
+    except BrokenPipeError:
+        return b""
+    return process.stdout.readline()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its stdin ends, so it ends; if not, it is ended."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+    try:
+        process.wait(STOP_TIMEOUT_SEC)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,192 @@
+"""The translator: a process of its own in which LiteLLM lives (`python -m …dialects.worker`).
+
+Owns LiteLLM's import and its calls. Reads its start-up line from stdin, serves on a unix socket, ends when
+stdin ends (with the proxy, however that ends). Knows nothing of episodes, tokens or the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+import uvicorn
+
+from ..client import BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
+from . import shape
+from .wire import ANSWER_ID, FAULT_STATUS, HOP_URL, SECRET, SHOWN_MODEL, TOKEN, StartUp
+
+ENVIRONMENT = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download at import
+    # A policy that repeats itself is the trainer's business, not a reason to end its answer.
+    "REPEATED_STREAMING_CHUNK_LIMIT": str(2**31),
+}
+MODEL = "hosted_vllm/policy"
+"""LiteLLM decides by the model's name what to leave out, so it is told one that it knows nothing about."""
+MAX_BODY_BYTES = 2**31
+
+
+class Worker:
+    """ASGI application."""
+
+    def __init__(self, start_up: StartUp, litellm: Any) -> None:
+        self._secret = start_up.secret.encode()
+        self._litellm = litellm
+        self._control = frozenset(litellm.types.utils.all_litellm_params) | {"model", "stream", "extra_body"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        client = Client(receive, send, MAX_BODY_BYTES)
+        if not hmac.compare_digest(headers.get(SECRET, "").encode(), self._secret):
+            await client.refuse(401, "wrong secret")
+            return
+        try:
+            doc = orjson.loads(await client.body())
+        except (BodyTooLargeError, ClientGoneError, orjson.JSONDecodeError):
+            await client.refuse(400, "not a JSON body")
+            return
+        client.watch()
+        try:
+            await self._answer(scope["path"], doc, headers, client)
+        except asyncio.CancelledError:
+            if not client.was_interrupted():
+                raise
+        finally:
+            client.close()
+
+    async def _answer(
+        self, path: str, doc: dict[str, Any], headers: Mapping[str, str], client: Client
+    ) -> None:
+        model = headers.get(SHOWN_MODEL)
+        shown = shape.Shown(
+            headers[ANSWER_ID], None if model is None else orjson.loads(model.encode("latin-1")), doc
+        )
+        target = {"api_base": headers[HOP_URL], "api_key": headers[TOKEN], "model": MODEL}
+        try:
+            if path == "/messages":
+                await self._messages(doc, shown, target, client)
+            else:
+                await self._responses(doc, shown, target, client)
+        except Exception as error:  # noqa: BLE001 - the boundary to LiteLLM, which raises what it likes
+            if client.has_started:
+                raise BrokenAnswerError(f"{type(error).__name__}: {error}") from None
+            await client.send_json(FAULT_STATUS, {"message": f"{type(error).__name__}: {error}"[:2000]})
+
+    def _asked(self, doc: Mapping[str, Any]) -> dict[str, Any]:
+        """What LiteLLM is given of the agent's body: nothing that would steer LiteLLM itself."""
+        return {name: value for name, value in doc.items() if name not in self._control}
+
+    async def _messages(
+        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
+    ) -> None:
+        streams = doc.get("stream") is True
+        answer = await self._litellm.anthropic.messages.acreate(
+            **self._asked(doc), **target, stream=streams, max_retries=0, num_retries=0
+        )
+        if not streams:
+            await client.send_json(200, shape.message(_plain(answer), shown))
+            return
+        await _stream(client, (shape.message_event(event, shown) async for event in _message_events(answer)))
+
+    async def _responses(
+        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
+    ) -> None:
+        streams = doc.get("stream") is True
+        asked = self._asked(doc)
+        asked["tools"] = [tool for tool in doc.get("tools") or () if tool.get("type") == "function"] or None
+        answer = await self._litellm.aresponses(
+            **asked, **target, stream=streams, use_chat_completions_api=True, max_retries=0, num_retries=0
+        )
+        if not streams:
+            await client.send_json(200, shape.response(_plain(answer), shown))
+            return
+        await _stream(client, (shape.response_event(_plain(event), shown) async for event in answer))
+
+
+class BrokenAnswerError(Exception):
+    """The answer can't be finished: the server must close the connection without a clean end."""
+
+
+async def _stream(client: Client, events: AsyncIterator[dict[str, Any]]) -> None:
+    first = await anext(events, None)  # a refusal must still be able to become a status
+    await client.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+    while first is not None:
+        if first.get("type") == "error":  # LiteLLM's words; whoever saw the engine's own stream knows better
+            raise BrokenAnswerError
+        data = orjson.dumps(first)
+        await client.write(b"event: " + str(first.get("type")).encode() + b"\ndata: " + data + b"\n\n")
+        first = await anext(events, None)
+    await client.write(b"", is_last=True)
+
+
+async def _message_events(answer: Any) -> AsyncIterator[dict[str, Any]]:
+    """LiteLLM gives events as SSE bytes, or as dictionaries."""
+    async for piece in answer:
+        if isinstance(piece, dict):
+            yield piece
+            continue
+        text = piece if isinstance(piece, bytes) else str(piece).encode()
+        for line in text.split(b"\n"):
+            if line.startswith(b"data: {"):
+                yield orjson.loads(line[6:])
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A pydantic model, or already a dictionary, as JSON values; enums and nested models included."""
+    plain: dict[str, Any] = value if isinstance(value, dict) else value.model_dump(mode="json")
+    return plain
+
+
+def _import_litellm() -> Any:
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    import litellm
+    import litellm.types.utils
+
+    for name in ("LiteLLM", "LiteLLM Router"):  # errors are answers here, and tracebacks quote conversations
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    litellm.telemetry = False
+    litellm.suppress_debug_info = True
+    return litellm
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    start_up = StartUp.read(sys.stdin.buffer.readline())
+    ready = os.dup(1)
+    os.dup2(2, 1)  # whatever LiteLLM prints is not an answer
+    litellm = _import_litellm()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            os.write(ready, b"ready\n")
+
+    config = uvicorn.Config(
+        Worker(start_up, litellm),
+        uds=start_up.socket_path,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = Server(config)
+
+    def end_with_the_proxy() -> None:
+        sys.stdin.buffer.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_the_proxy, daemon=True).start()
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -160,6 +160,9 @@ class ProxySettings(_Layered):
     )
 
 
+_FILL = r"fill=-?[0-9]+(\.[0-9]+)?"
+
+
 class TrainSettings(_Layered):
     """What `lightning train` runs on."""
 
@@ -175,13 +178,22 @@ class TrainSettings(_Layered):
         False,
         description="Start from the base model, with all episodes, even if the policy has a live version.",
     )
-    credit: Literal["lightning"] = Field(
-        "lightning", description="What an episode's reward makes of its calls."
+    credit: str | dict[str, Any] = Field(
+        "lightning",
+        description="The rule that makes advantages of rewards: a name, a name with options "
+        "(`gigpo omega=0.5`), or a table `[credit]` of `rule`, its options, and `agents` (docs/credit.md).",
     )
-    scale_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
+    train_agents: list[str] = Field(
+        default_factory=list, description="Train the calls of these agents only; empty: of all."
+    )
+    sources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="Weights of reward sources against each other; 1 if not named, 0 silences one.",
+    )
     weighting: Literal["episode", "token", "constant"] = Field(
         "episode", description="What weighs the same in the loss: each episode, each token, or a constant."
     )
+    constant_tokens: int = Field(1024, ge=1, description="What the constant weighting divides by.")
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the probability ratio: 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip of the probability ratio: 1 + clip_high.")
     learning_rate: float = Field(1e-5, gt=0, description="Adam's step size.")
@@ -191,7 +203,24 @@ class TrainSettings(_Layered):
     max_staleness: int | None = Field(
         None, ge=0, description="Leave out calls of a version older by more than this."
     )
-    unrewarded: Literal["skip", "error"] = Field("skip", description="Ended episodes without a reward.")
+    unrewarded: str = Field(
+        "skip",
+        pattern=rf"^(skip|error|{_FILL})$",
+        description="Ended episodes without a reward: skip, error, or fill=NUMBER.",
+    )
+    failed: str = Field(
+        "skip",
+        pattern=rf"^(skip|as_rewarded|{_FILL})$",
+        description="Failed episodes: skip, as_rewarded (like ended ones), or fill=NUMBER.",
+    )
+    unequal_sources: Literal["set_aside", "common"] = Field(
+        "set_aside",
+        description="Siblings judged by different sources: set aside those that differ from most, or count "
+        "only the sources that all have in common.",
+    )
+    manifests: Path | None = Field(
+        None, description="Folder of a dry run: written by --dry-run, trained as it is without."
+    )
     watch: bool = Field(False, description="Wait for new groups and go on.")
     publish: bool = Field(True, description="Hand each version to the proxy that serves the policy.")
     publish_timeout_sec: float = Field(300, gt=0, description="How long to wait for a version to go live.")
@@ -201,3 +230,9 @@ class TrainSettings(_Layered):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
     seed: int = Field(0, description="Seed of adapter initialisation.")
     progress: bool = Field(True, description="Show a progress bar.")
+
+
+class DryRunSettings(TrainSettings):
+    """What `lightning train --dry-run` runs on: the same, but it needs no model."""
+
+    model: Path = Field(Path(), description="Not needed by a dry run.")

@@ -20,7 +20,7 @@ def _type(annotation: Any) -> str:
     if arguments and all(isinstance(argument, str) for argument in arguments):
         return " \\| ".join(f"`{argument}`" for argument in arguments)
     if get_origin(annotation) is dict:
-        return "table of strings"
+        return "table of numbers" if arguments[1] is not str else "table of strings"
     names = [
         argument.__name__
         for argument in arguments

@@ -34,8 +34,20 @@ def train(
         bool | None,
         typer.Option("--from-base/--from-live", help="Start from the base model or the live version."),
     ] = None,
-    credit: Annotated[str | None, typer.Option(help="Credit rule.")] = None,
+    credit: Annotated[
+        str | None,
+        typer.Option(
+            help="Credit rule, with options behind its name: 'gigpo omega=0.5' (lightning credit list)."
+        ),
+    ] = None,
+    train_agents: Annotated[
+        list[str] | None,
+        typer.Option("--train-agent", help="Train this agent's calls only; may be given again."),
+    ] = None,
     weighting: Annotated[str | None, typer.Option(help="episode, token or constant.")] = None,
+    constant_tokens: Annotated[
+        int | None, typer.Option(help="What the constant weighting divides by.")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's step size.")] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups in one optimizer step.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
@@ -43,7 +55,13 @@ def train(
         int | None, typer.Option(help="Leave out calls of a version older by more than this.")
     ] = None,
     unrewarded: Annotated[
-        str | None, typer.Option(help="skip or error: ended episodes without a reward.")
+        str | None, typer.Option(help="skip, error or fill=NUMBER: ended episodes without a reward.")
+    ] = None,
+    failed: Annotated[
+        str | None, typer.Option(help="skip, as_rewarded or fill=NUMBER: failed episodes.")
+    ] = None,
+    unequal_sources: Annotated[
+        str | None, typer.Option(help="set_aside or common: siblings judged by different sources.")
     ] = None,
     watch: Annotated[
         bool | None, typer.Option("--watch/--once", help="Wait for new groups and go on.")

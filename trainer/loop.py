@@ -30,13 +30,10 @@ from ..store.runs import add_manifest, create_run, end_run, finish_step
 from . import models
 from .batch import MicroBatch, rows_batches, tree_batches
 from .candidate import Handover, Probe
-from .credit.base import CreditOptions
-from .credit.registry import credit_rule
 from .metrics import StepMetrics
-from .plan import PlanSettings, StepPlan, plan_step, transitions
+from .plan import StepPlan, transitions
+from .planning import Planner, plan_settings
 from .report import RunReport, StepLine
-from .selection import SelectionRules
-from .source import GroupSource
 
 
 class StepTrainer(Protocol):
@@ -67,7 +64,7 @@ def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
         raise SettingsError(
             "--from-base and --max-staleness exclude each other: versions in the log count no steps from it"
         )
-    credit_rule(settings.credit)
+    plan_settings(settings)
     database = Database.open(settings.db, must_exist=not settings.watch)
     try:
         return TrainingRun(database, settings).run(as_json=as_json)
@@ -80,15 +77,8 @@ class TrainingRun:
         self.database, self.settings = database, settings
         self.run_id = new_id()
         self.folder = settings.output.resolve() / self.run_id
-        self.source = GroupSource(
-            database,
-            settings.policy,
-            self.run_id,
-            settings.groups_per_step,
-            # From the base model nothing of the log is trained yet; from a live version, what made it is.
-            again=settings.from_base,
-        )
-        self.planning = plan_settings(settings)
+        self.planner = Planner.of(database, settings, self.run_id)
+        self.source = self.planner.source
         with database.read() as conn:
             if settings.publish:
                 _require_none_waiting(versions(conn, settings.policy))
@@ -138,9 +128,7 @@ class TrainingRun:
         raise NothingToTrainError(f"nothing to train: {last.counts.why_nothing()}")
 
     def _plan(self, groups: Sequence[Group]) -> StepPlan:
-        return plan_step(
-            groups, self.planning, run_id=self.run_id, step=self.steps_planned, from_version=self.version
-        )
+        return self.planner.plan(groups, step=self.steps_planned, from_version=self.version)
 
     def _steps(self, trainer: StepTrainer, tokenizer: Any, report: RunReport) -> Iterator[list[MicroBatch]]:
         """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
@@ -240,15 +228,6 @@ def _require_none_waiting(known: Sequence[PolicyVersion]) -> None:
                 f"version {version.version} of policy {version.policy!r} is still {version.status}: start "
                 "the proxy that publishes it and wait, or train with --no-publish"
             )
-
-
-def plan_settings(settings: TrainSettings) -> PlanSettings:
-    return PlanSettings(
-        selection=SelectionRules(settings.policy, settings.unrewarded, settings.max_staleness),
-        rule=credit_rule(settings.credit),
-        credit=CreditOptions(scale_by_std=settings.scale_by_std),
-        weighting=settings.weighting,
-    )
 
 
 def environment(on_gpu: bool) -> dict[str, str]:

@@ -6,24 +6,27 @@ imports knows torch.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import UserError
 from ..records import Call, Choice, Group, ManifestChoice, StepManifest, Transition
-from .credit.base import ChoiceKey, Credit, CreditOptions, CreditRule, JudgedEpisode, JudgedGroup
-from .reasons import NO_VARIANCE, Reason, cause_of
+from .credit.base import ChoiceKey, Credit, CreditContext, JudgedEpisode, JudgedGroup
+from .credit.registry import Assignment
+from .reasons import NO_VARIANCE, OF_A_RULE, Reason, cause_of
 from .selection import SelectionRules, choice_reason, judge_group, temperature_of
-from .weights import TrainedChoice, Weighting, multipliers
+from .weights import CONSTANT_TOKENS, TrainedChoice, Weighting, multipliers
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     selection: SelectionRules
-    rule: CreditRule
-    credit: CreditOptions
+    credit: Assignment
     weighting: Weighting = "episode"
+    constant_tokens: int = CONSTANT_TOKENS  # of the constant weighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +76,71 @@ class StepPlan:
         return self.counts.choices_trained > 0
 
 
+_NO_CONTEXT = CreditContext()
+
+
 def plan_step(
-    groups: Sequence[Group], settings: PlanSettings, *, run_id: str, step: int, from_version: int
+    groups: Sequence[Group],
+    settings: PlanSettings,
+    *,
+    run_id: str,
+    step: int,
+    from_version: int,
+    context: CreditContext = _NO_CONTEXT,
 ) -> StepPlan:
     """Judge, give credit, mask, weigh: everything about a step that needs no weights."""
     judged = [judge_group(group, settings.selection) for group in groups]
+    given = settings.credit.assign(judged, context)
     credits: dict[ChoiceKey, Credit] = {}
-    for group in judged:
-        credits |= settings.rule(group, settings.credit)
-    for _, call, choice in _choices(judged):
+    for episode, call, choice in _choices(judged):
         excluded = choice_reason(call, choice, settings.selection, from_version=from_version)
-        if excluded is not None:
-            credits[call.id, choice.index] = Credit(None, excluded)
+        credits[call.id, choice.index] = _final_credit(given, episode, call, choice, excluded)
     trained = {
         (call.id, choice.index): TrainedChoice(episode.episode.id, len(choice.completion_ids))
         for episode, call, choice in _choices(judged)
         if credits[call.id, choice.index].advantage is not None
     }
-    weights = multipliers(trained, settings.weighting)
+    weights = multipliers(trained, settings.weighting, settings.constant_tokens)
     manifest = StepManifest(
         run_id=run_id,
         step=step,
         policy=settings.selection.policy,
         from_version=from_version,
         choices=tuple(_manifest_choices(judged, credits, weights)),
-        reward_ids={e.episode.id: e.reward_ids for group in judged for e in group.episodes},
+        reward_ids={e.episode.id: _rows_used(e, settings.credit) for group in judged for e in group.episodes},
         returns={e.episode.id: e.value for group in judged for e in group.episodes if e.value is not None},
     )
     return StepPlan(manifest, _count(judged, credits, trained))
+
+
+def _final_credit(
+    given: Mapping[ChoiceKey, Credit],
+    episode: JudgedEpisode,
+    call: Call,
+    choice: Choice,
+    excluded: str | None,
+) -> Credit:
+    """The rule's word, unless the choice or its episode takes no part; a rule that is silent is said so."""
+    if excluded is not None:
+        return Credit(None, excluded)
+    if episode.set_aside is not None:
+        return Credit(None, episode.set_aside)
+    credit = given.get((call.id, choice.index))
+    if credit is None:
+        return Credit(None, Reason.NO_CREDIT)
+    if credit.advantage is None:
+        return credit if credit.reason is not None else Credit(None, Reason.NO_CREDIT)
+    if not math.isfinite(credit.advantage):
+        raise UserError(
+            f"the credit rule gave choice {choice.index} of call {call.id} the advantage {credit.advantage}; "
+            "look at the episode's rewards, or at the rule"
+        )
+    return Credit(credit.advantage)
+
+
+def _rows_used(judged: JudgedEpisode, credit: Assignment) -> tuple[str, ...]:
+    reads_parts = credit.reads & {"calls", "agents"}
+    return (*judged.reward_ids, *judged.parts.reward_ids) if reads_parts else tuple(judged.reward_ids)
 
 
 def transitions(manifest: StepManifest, groups: Sequence[Group]) -> list[Transition]:
@@ -110,8 +150,13 @@ def transitions(manifest: StepManifest, groups: Sequence[Group]) -> list[Transit
     for row in manifest.choices:
         if row.advantage is None:
             continue
-        call = calls[row.call_id]
-        choice = next(choice for choice in call.choices if choice.index == row.choice_index)
+        call = calls.get(row.call_id)
+        choice = next((c for c in call.choices if c.index == row.choice_index), None) if call else None
+        if call is None or choice is None:
+            raise UserError(
+                f"step {manifest.step} trains choice {row.choice_index} of call {row.call_id}, which this "
+                "log does not hold: is it another database, or was the call deleted?"
+            )
         found.append(
             Transition(
                 call_id=call.id,
@@ -189,11 +234,11 @@ def _episode_reason(judged: JudgedEpisode, credits: Mapping[ChoiceKey, Credit]) 
     choices'."""
     if judged.set_aside is not None:
         return judged.set_aside
-    group_reasons = {*NO_VARIANCE, Reason.LONE_SURVIVOR}
     for call in judged.episode.calls:
         for choice in call.choices:
             reason = credits[call.id, choice.index].reason
-            if reason in group_reasons:
+            if reason in OF_A_RULE:
+                assert reason is not None
                 return reason
     return Reason.NO_TRAINABLE_CHOICE
 

@@ -36,6 +36,7 @@ class GroupSource:
     run_id: str
     groups_per_step: int
     again: bool = False  # also groups that an earlier run trained into a version of the policy
+    fewest_episodes: int = 2  # in a group of unknown size, for the credit rule to make anything of it
 
     def ready(self) -> Iterator[list[Group]]:
         """Everything that is ready now, oldest first, one step's groups at a time; the last may be fewer."""
@@ -66,7 +67,7 @@ class GroupSource:
         found: list[Group] = []
         for start in range(0, len(ids), self.groups_per_step):
             loaded = load_groups(conn, ids[start : start + self.groups_per_step])
-            found += [group for group in loaded if is_settled(group, now_ms())]
+            found += [group for group in loaded if is_settled(group, now_ms(), self.fewest_episodes)]
             if len(found) >= self.groups_per_step:
                 break
         return found[: self.groups_per_step]
@@ -111,7 +112,7 @@ class GroupSource:
         )
 
 
-def is_settled(group: Group, at_ms: int) -> bool:
+def is_settled(group: Group, at_ms: int, fewest_episodes: int = 2) -> bool:
     """Whether a group, none of whose episodes is running, has waited enough for what may still come."""
     ended = [
         episode
@@ -119,8 +120,8 @@ def is_settled(group: Group, at_ms: int) -> bool:
         if episode.purpose is Purpose.TRAIN and episode.status is EpisodeStatus.ENDED
     ]
     is_sized = group.expected_size is not None
-    if not is_sized and len(ended) < 2:
-        return False  # one episode has nothing to be compared with
+    if not is_sized and len(ended) < fewest_episodes:
+        return False  # one episode has nothing to be compared with, unless the rule looks elsewhere
     waiting = [
         episode.ended_at_ms or 0
         for episode in ended

@@ -7,8 +7,7 @@ e:
 
     episode    m_e = 1 / (|E| Z_e)    every episode weighs 1/|E|. Bias: a token of a long episode weighs less.
     token      m_e = 1 / sum_e Z_e    every token weighs the same (DAPO). Bias: long episodes dominate.
-    constant   m_e = 1 / (|E| C)      an unbiased gradient of the summed objective (Dr. GRPO), C =
-    `CONSTANT_TOKENS`.
+    constant   m_e = 1 / (|E| C)      an unbiased gradient of the summed objective (Dr. GRPO); C: a setting.
                                       Bias: none per token, but the step's size grows with the answers'
                                       length.
 
@@ -29,7 +28,8 @@ from .credit.base import ChoiceKey
 Weighting = Literal["episode", "token", "constant"]
 
 CONSTANT_TOKENS = 1024
-"""C of the constant weighting. Adam divides it out again; it only sets where `max_grad_norm` bites."""
+"""C of the constant weighting, unless it is set. Adam divides it out again; it says where `max_grad_norm`
+bites."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class TrainedChoice:
     num_tokens: int
 
 
-def multipliers(trained: Mapping[ChoiceKey, TrainedChoice], weighting: Weighting) -> dict[ChoiceKey, float]:
+def multipliers(
+    trained: Mapping[ChoiceKey, TrainedChoice], weighting: Weighting, constant_tokens: int = CONSTANT_TOKENS
+) -> dict[ChoiceKey, float]:
     """The multiplier of every token of each trained choice of ONE optimizer step."""
     tokens_of: Counter[str] = Counter()
     for choice in trained.values():
@@ -55,7 +57,7 @@ def multipliers(trained: Mapping[ChoiceKey, TrainedChoice], weighting: Weighting
             case "token":
                 return 1.0 / num_tokens
             case "constant":
-                return 1.0 / (num_episodes * CONSTANT_TOKENS)
+                return 1.0 / (num_episodes * constant_tokens)
             case _:
                 assert_never(weighting)
 

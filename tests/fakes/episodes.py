@@ -22,7 +22,7 @@ from lightning_rl.records import (
     logprobs,
     token_ids,
 )
-from lightning_rl.trainer.credit.base import JudgedEpisode, JudgedGroup
+from lightning_rl.trainer.credit.base import JudgedEpisode, JudgedGroup, PartRewards
 
 
 def choice(
@@ -103,6 +103,36 @@ def judged(
         )
         episodes.append(JudgedEpisode(made, value, (), (set_aside or {}).get(i)))
     return JudgedGroup("g", "task", tuple(episodes))
+
+
+def played(
+    name: str,
+    value: float | None,
+    states: Sequence[str] = ("s",),
+    *,
+    agents: Sequence[str | None] | None = None,
+    rewards: Mapping[int, float] | None = None,
+    sources: Sequence[str] = (),
+    agent_rewards: Mapping[str, float] | None = None,
+    set_aside: str | None = None,
+    **changes: Any,
+) -> JudgedEpisode:
+    """A judged episode with a step per state; `rewards` by number of the step, from `sources`."""
+    steps = [
+        call(f"{name}-c{k}", [1], [2], state_key=state, agent=None if agents is None else agents[k])
+        for k, state in enumerate(states)
+    ]
+    parts = PartRewards(
+        calls={f"{name}-c{k}": reward for k, reward in (rewards or {}).items()},
+        call_sources=frozenset(sources or (["judge"] if rewards else [])),
+        agents=agent_rewards or {},
+        agent_sources={agent: frozenset(["judge"]) for agent in agent_rewards or {}},
+    )
+    return JudgedEpisode(episode(name, calls=steps, **changes), value, (), set_aside, parts)
+
+
+def judged_group(*episodes: JudgedEpisode, name: str = "g") -> JudgedGroup:
+    return JudgedGroup(name, f"task-{name}", tuple(episodes))
 
 
 def transition(

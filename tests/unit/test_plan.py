@@ -11,16 +11,24 @@ from fakes.episodes import call, choice, episode, group
 
 from lightning_rl.errors import UserError
 from lightning_rl.records import CallKind, EpisodeStatus, Purpose, Quarantine
-from lightning_rl.trainer.credit.base import CreditOptions
-from lightning_rl.trainer.credit.lightning import lightning
+from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.plan import PlanSettings, plan_step, transitions
 from lightning_rl.trainer.reasons import Reason
 from lightning_rl.trainer.selection import SelectionRules
 
 
-def plan(groups, *, from_version=0, unrewarded="skip", max_staleness=None, weighting="episode"):
-    rules = SelectionRules("policy", unrewarded, max_staleness)
-    settings = PlanSettings(rules, lightning, CreditOptions(scale_by_std=False), weighting)
+def plan(
+    groups,
+    *,
+    from_version=0,
+    unrewarded="skip",
+    max_staleness=None,
+    weighting="episode",
+    credit="dr_grpo",
+    **more,
+):
+    rules = SelectionRules("policy", unrewarded, max_staleness, **more)
+    settings = PlanSettings(rules, configure(credit), weighting)
     return plan_step(groups, settings, run_id="run", step=3, from_version=from_version)
 
 

@@ -64,3 +64,7 @@ def test_splitting_an_episodes_call_in_two_changes_no_tokens_weight(trained, wei
     split[key] = TrainedChoice(choice.episode_id, choice.num_tokens - 1)
     split["new", 9] = TrainedChoice(choice.episode_id, 1)
     assert multipliers(split, weighting)["new", 9] == pytest.approx(multipliers(trained, weighting)[key])
+
+
+def test_the_constant_is_a_setting():
+    assert set(multipliers(TRAINED, "constant", 5).values()) == {1 / (2 * 5)}

@@ -1,0 +1,87 @@
+"""From settings and the log to one step's plan: what the dry run and the training run share, so that they
+cannot differ.
+
+Reads the log; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ..records import Group
+from ..settings import TrainSettings
+from ..store.database import Database
+from ..store.history import ended_episodes
+from ..store.rewards import resolve
+from .credit.base import CreditContext, PastEpisode, Values
+from .credit.registry import configure
+from .plan import PlanSettings, StepPlan, plan_step
+from .selection import SelectionRules
+from .source import GroupSource
+
+NO_VALUES: Values = {}
+
+
+def plan_settings(settings: TrainSettings) -> PlanSettings:
+    """SettingsError where the credit rule or an option of it does not exist."""
+    selection = SelectionRules(
+        policy=settings.policy,
+        unrewarded=settings.unrewarded,
+        max_staleness=settings.max_staleness,
+        failed=settings.failed,
+        unequal_sources=settings.unequal_sources,
+        source_weights=settings.sources,
+        train_agents=frozenset(settings.train_agents),
+    )
+    return PlanSettings(selection, configure(settings.credit), settings.weighting, settings.constant_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans the steps of one run."""
+
+    database: Database
+    run_id: str
+    settings: PlanSettings
+    source: GroupSource
+
+    @classmethod
+    def of(cls, database: Database, settings: TrainSettings, run_id: str) -> Self:
+        planning = plan_settings(settings)
+        source = GroupSource(
+            database,
+            settings.policy,
+            run_id,
+            settings.groups_per_step,
+            # From the base model nothing of the log is trained yet; from a live version, what made it is.
+            again=settings.from_base,
+            fewest_episodes=planning.credit.fewest_episodes,
+        )
+        return cls(database, run_id, planning, source)
+
+    def plan(
+        self, groups: Sequence[Group], *, step: int, from_version: int, values: Values = NO_VALUES
+    ) -> StepPlan:
+        """`values`: a critic's, by call id, for rules that read them."""
+        history = self._history() if "history" in self.settings.credit.reads else ()
+        return plan_step(
+            groups,
+            self.settings,
+            run_id=self.run_id,
+            step=step,
+            from_version=from_version,
+            context=CreditContext(values, history),
+        )
+
+    def _history(self) -> list[PastEpisode]:
+        selection = self.settings.selection
+        with self.database.read() as conn:
+            ended = ended_episodes(conn, selection.policy)
+        found = []
+        for past in ended:
+            value = resolve(past.rewards, selection.source_weights).value
+            if value is not None:
+                found.append(PastEpisode(past.id, past.task_id, past.tags, past.ended_at_ms, value))
+        return found

@@ -191,6 +191,8 @@ class CallIntent:
     idempotency_key: str | None
     retry_count: int
     started_at_ms: int
+    client_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    """API keys that came with the request: never written, only looked for in what is (proxy/redaction.py)."""
 
 
 @dataclass(frozen=True, slots=True)

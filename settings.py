@@ -6,13 +6,23 @@ one model. A field's description is what `--help` and docs/settings.md show.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, AliasChoices, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -110,6 +120,33 @@ def _db() -> Any:
     )
 
 
+class RedactionRule(BaseModel):
+    """One `[[redact]]` of the proxy's file: a pattern of your own, or one that is built in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: str | None = None  # a regular expression of Python's `re`
+    builtin: Literal["email", "api-key", "bearer", "ip-address", "phone"] | None = None
+    replacement: str = "[redacted]"  # as in `re.sub`
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$")  # under which it is counted
+
+    def shown_name(self) -> str:
+        return self.name or self.builtin or "pattern"
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> Self:
+        if (self.pattern is None) == (self.builtin is None):
+            raise ValueError("a rule has either a pattern or a builtin")
+        try:
+            compiled = re.compile(self.pattern or "x")
+            compiled.sub(self.replacement, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"not a regular expression with its replacement: {error}") from None
+        if compiled.search(""):
+            raise ValueError("the pattern matches the empty text, so everything")
+        return self
+
+
 class ProxySettings(_Layered):
     """What `lightning proxy serve` runs on."""
 
@@ -151,6 +188,11 @@ class ProxySettings(_Layered):
         "translate",
         description="Responses and Messages: translate onto the chat API through LiteLLM, so that tokens are "
         "recorded, or pass to the engine's own routes, recorded but never trainable.",
+    )
+    redact: list[RedactionRule] = Field(
+        default_factory=list,
+        description="What is replaced before it is written: `[[redact]]` with `pattern` or `builtin` (email, "
+        "api-key, bearer, ip-address, phone), `replacement` and `name`; see docs/recording.md.",
     )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -45,13 +45,16 @@ class Address:
     agent: str | None = None
     tags: Mapping[str, str] | None = None
     faults: tuple[str, ...] = ()  # marks that can't be names, in words
+    keys: tuple[bytes, ...] = field(default=(), repr=False)  # what stood in the API-key slots
 
     def with_key(self, episode_id: str, agent: str | None) -> Address:
         """And the API key was issued for this episode (and agent)."""
         return replace(self, marks=(*self.marks, ("key", episode_id)), agent=self.agent or agent)
 
 
-def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Address:
+def read_address(
+    raw_path: bytes, headers: Iterable[tuple[bytes, bytes]], keys: Iterable[bytes] = ()
+) -> Address:
     """Read path and headers. Raises UserError for a name that can't be one."""
     named: dict[str, str] = {}
     engine_path = raw_path
@@ -66,7 +69,7 @@ def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Add
         elif name in _ALIAS_HEADERS and value:
             aliases.append((f"alias:{_ALIAS_HEADERS[name]}", _text(value)))
     if not (ours or aliases or named):
-        return Address(engine_path, ())
+        return Address(engine_path, (), keys=tuple(keys))
     faults: list[str] = []
     if ours.get(b"episode"):
         marks.append(("header", _checked("X-Lightning-Episode", ours[b"episode"])))
@@ -89,6 +92,7 @@ def read_address(raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Add
         name_of("agents", b"agent"),
         _read_tags(ours[b"tags"]) if ours.get(b"tags") else None,
         tuple(faults),
+        tuple(keys),
     )
 
 

@@ -29,6 +29,7 @@ from .lineage import Lineage
 from .metrics import CallMetrics
 from .policies import LivePolicies
 from .recorder import Recorder
+from .redaction import Redactor, rules_of
 from .relay import Relay
 from .upstream import Upstream
 
@@ -48,8 +49,12 @@ class ProxyApp:
         self.gate = Gate()
         self.live = LivePolicies(settings.policy, settings.aliases, self.gate)
         self.metrics = CallMetrics()
+        self.redactor = _redactor(settings)
         self.recorder = Recorder(
-            database, is_required=settings.recording == "required", observe=self.metrics.observe
+            database,
+            is_required=settings.recording == "required",
+            prepare=self.redactor.prepare,
+            observe=self.metrics.observe,
         )
         self.lineage = Lineage()
         self.fingerprint_id: str | None = None
@@ -61,7 +66,9 @@ class ProxyApp:
         self.translator = Translator()
         self._hop: Hop | None = None
         self._api = create_api(
-            ApiContext(database, self.recorder, self.live, self.lineage, settings, self.metrics)
+            ApiContext(
+                database, self.recorder, self.live, self.lineage, settings, self.metrics, self.redactor
+            )
         )
 
     @property
@@ -154,3 +161,8 @@ class ProxyApp:
         await self.recorder.stop()
         if self._upstream is not None:
             await self._upstream.close()
+
+
+def _redactor(settings: ProxySettings) -> Redactor:
+    keys = [key.get_secret_value() for key in (settings.token, settings.engine_api_key) if key is not None]
+    return Redactor(rules_of(settings.redact), keys)

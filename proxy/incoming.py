@@ -94,4 +94,5 @@ def make_intent(
         idempotency_key=incoming.header(b"idempotency-key"),
         retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
         started_at_ms=now_ms(),
+        client_keys=incoming.address.keys,
     )

@@ -62,12 +62,14 @@ class Recorder:
         is_required: bool = True,
         append: Callable[[Any, Sequence[LogEntry]], Noted | None] = append_entries,
         mark: Callable[..., None] = mark_gap,
+        prepare: Callable[[LogEntry], LogEntry] | None = None,
         observe: Callable[[Sequence[LogEntry], Noted | None], None] | None = None,
     ) -> None:
         self._database = database
         self._is_required = is_required
         self._append = append
         self._mark = mark
+        self._prepare = prepare
         self._observe = observe
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
@@ -199,9 +201,21 @@ class Recorder:
             if not batch:
                 return
             self._batch_since = time.monotonic()
+            if self._prepare is not None:
+                self._prepare_all(batch, self._prepare)
             self._write(batch)
             self._batch_since = None
             self._forget(batch)
+
+    def _prepare_all(self, batch: list[_Waiting], prepare: Callable[[LogEntry], LogEntry]) -> None:
+        """Once for each entry, however often it is written. What can't be prepared is not written at all."""
+        for item in batch:
+            try:
+                item.entry = None if item.entry is None else prepare(item.entry)
+            except Exception as error:  # as in _write
+                logger.error("%s can't be prepared: %r", _shown(item.entry), error, exc_info=error)
+                self._give_up([item], f"{type(error).__name__} while preparing a log entry")
+                item.entry = None
 
     def _next_batch(self) -> list[_Waiting]:
         """Wait for work; empty when stopping and nothing is left."""

@@ -51,7 +51,7 @@ class Relay:
             if not is_trusted and key is None:
                 raise RefusedKeyError(REFUSAL)
             check_url(scope["raw_path"], scope["query_string"], self._token)
-            address = read_address(scope["raw_path"], headers)
+            address = read_address(scope["raw_path"], headers, sent)
         except RefusedKeyError as error:
             await client.refuse(401, str(error))
             return

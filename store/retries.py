@@ -166,13 +166,13 @@ def _settle(conn: sa.Connection, root: str) -> None:
     if len(attempts) < 2:
         return
     real = real_attempt(attempts)
-    wrong: dict[str, str] = {}
+    wrong: dict[str, dict[str, str]] = {}
     for call in attempts:
         kind = (CallKind.POLICY if call.id == real else CallKind.RETRY_ORPHAN).value
         if call.kind != kind and call.kind in (CallKind.POLICY.value, CallKind.RETRY_ORPHAN.value):
-            wrong[call.id] = kind
+            wrong[call.id] = {"kind": kind, "was": call.kind}
     for name in sorted(wrong.keys() - _judged_by_people(conn, wrong)):
-        conn.execute(calls.update().where(calls.c.id == name).values(kind=wrong[name]))
+        conn.execute(calls.update().where(calls.c.id == name).values(kind=wrong[name]["kind"]))
         add_event(conn, "call", name, "kind", wrong[name], "recorder", f"attempts at one call: {root}")
 
 

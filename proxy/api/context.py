@@ -20,6 +20,7 @@ from ..lineage import Lineage
 from ..metrics import CallMetrics
 from ..policies import LivePolicies
 from ..recorder import Recorder
+from ..redaction import Redactor
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class ApiContext:
     lineage: Lineage
     settings: ProxySettings
     metrics: CallMetrics
+    redactor: Redactor
 
     async def write(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` in a write transaction, after the calls that the client has made before."""

@@ -35,6 +35,12 @@ def _now(context: ApiContext) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "lightning_lost_entries", "Log entries that could not be written.", value=recorder.num_lost
     )
+    redacted = CounterMetricFamily(
+        "lightning_redacted_calls", "Calls in which a rule found something.", labels=("rule",)
+    )
+    for rule, count in dict(context.redactor.num_by_rule).items():
+        redacted.add_metric((rule,), count)
+    yield redacted
     for name, about, value in (
         ("lightning_recorder_queue", "Log entries that wait to be written.", recorder.num_queued),
         ("lightning_recorder_writable", "1 while the log can be written.", recorder.fault is None),

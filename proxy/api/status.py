@@ -57,5 +57,6 @@ async def status(context: Context) -> dict[str, Any]:
             "fault": context.recorder.fault,
             "entries_queued": context.recorder.num_queued,
             "entries_lost": context.recorder.num_lost,
+            "calls_redacted": dict(context.redactor.num_by_rule),
         },
     }

@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test postgres crash-test demo docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ postgres:
 
 crash-test: | $(INSTALLED) postgres ## kill -9 of the proxy under load, on SQLite and Postgres: nothing delivered is lost; ends with one JSON line
 	$(BIN)/python bench/crash/run.py $(CRASH_FLAGS)
+
+conformance: | $(INSTALLED) ## every case straight and through the proxy, compared byte by byte; ends with one JSON line
+	PYTHONPATH=tests $(BIN)/python -m conformance
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model

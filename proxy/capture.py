@@ -18,6 +18,7 @@ from ..records import (
     MISSING_LOGPROB,
     CallEnd,
     CallStatus,
+    Logprobs,
     Quarantine,
     RecordedChoice,
     TokenIds,
@@ -26,6 +27,7 @@ from ..records import (
 )
 from .assemble import MessageParts
 from .request import Request
+from .splice import parse
 
 MAX_ERROR_CHARS = 1000
 _PARSE_EVERY_BYTES = 32 * 1024
@@ -68,6 +70,12 @@ class Answer:
 
     def take(self, doc: Mapping[str, Any], *, is_chunk: bool) -> None:
         """Add a whole answer, or one chunk of a stream."""
+        try:
+            self._take(doc, is_chunk)
+        except (AttributeError, TypeError):  # not the shape of an answer: it passes, nothing is made of it
+            self.is_damaged = True
+
+    def _take(self, doc: Mapping[str, Any], is_chunk: bool) -> None:
         if self.upstream_id is None and isinstance(doc.get("id"), str):
             self.upstream_id = doc["id"]
         if self.model is None and isinstance(doc.get("model"), str):
@@ -79,6 +87,8 @@ class Answer:
         choices = doc.get("choices")
         usage = doc.get("usage")
         reported = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if not isinstance(reported, int):
+            reported = None
         if choices:
             for choice in choices:
                 self._take_choice(choice, reported)
@@ -88,6 +98,8 @@ class Answer:
 
     def _take_choice(self, choice: Mapping[str, Any], reported: int | None) -> None:
         index = choice.get("index") or 0
+        if not isinstance(index, int):
+            raise TypeError("index")
         parts = self.choices.get(index)
         if parts is None:
             parts = self.choices[index] = _ChoiceParts(index)
@@ -101,7 +113,7 @@ class Answer:
             values = _logprob_values(given)
             parts.logprobs = values if parts.logprobs is None else parts.logprobs + values
         if choice.get("finish_reason") is not None:
-            parts.finish_reason = choice["finish_reason"]
+            parts.finish_reason = str(choice["finish_reason"])
             parts.stop_reason = choice.get("stop_reason")
         if "message" in choice:
             parts.message = choice["message"]
@@ -135,8 +147,10 @@ class StreamReader:
     def add(self, data: bytes) -> None:
         """One event's data."""
         if not data.startswith(b"{"):
-            self.has_ended = self.has_ended or data.strip() == b"[DONE]"
-            return
+            data = data.strip()
+            self.has_ended = self.has_ended or data == b"[DONE]"
+            if not data.startswith(b"{"):
+                return
         self._pending.append(data)
         self._pending_bytes += len(data)
         is_error = data.startswith(b'{"error"')
@@ -164,12 +178,8 @@ def _parse_all(texts: Sequence[bytes]) -> list[Any]:
     try:
         docs: list[Any] = orjson.loads(b"[" + b",".join(texts) + b"]")
     except orjson.JSONDecodeError:  # a chunk that is not JSON is the engine's affair; the others still count
-        docs = []
-        for text in texts:
-            try:
-                docs.append(orjson.loads(text))
-            except orjson.JSONDecodeError:
-                continue
+        found = [parse(text) for text in texts]
+        docs = [doc for doc in found if doc is not None]
     return docs
 
 
@@ -211,7 +221,7 @@ def make_end(call_id: str, request: Request, answer: Answer, ending: Ending) -> 
     num_ids = sum(len(choice.completion_ids or ()) for choice in recorded)
     is_whole = reported is None or reported == num_ids or status is not CallStatus.COMPLETE
     is_counted = is_whole and not answer.is_damaged
-    prompt = token_ids(answer.prompt_ids) if answer.prompt_ids else None
+    prompt = _ids(answer.prompt_ids or None)
     choices = tuple(
         replace(choice, quarantine=_judge(choice, request, ending, prompt, is_counted)) for choice in recorded
     )
@@ -240,15 +250,25 @@ def _status(request: Request, answer: Answer, ending: Ending) -> CallStatus:
     return CallStatus.ABORTED if request.dialect in ("chat", "completions") else CallStatus.COMPLETE
 
 
+def _ids(given: list[int] | None) -> TokenIds | None:
+    try:
+        return None if given is None else token_ids(given)
+    except (TypeError, OverflowError):  # not token ids
+        return None
+
+
+def _values(given: list[float | None] | None) -> Logprobs | None:
+    try:  # a missing value keeps its position
+        return None if given is None else logprobs([MISSING_LOGPROB if v is None else v for v in given])
+    except TypeError:
+        return None
+
+
 def _recorded(choice: _ChoiceParts) -> RecordedChoice:
-    values = choice.logprobs
     return RecordedChoice(
         index=choice.index,
-        completion_ids=None if choice.ids is None else token_ids(choice.ids),
-        # A missing value keeps its position.
-        behavior_logprobs=None
-        if values is None
-        else logprobs([MISSING_LOGPROB if value is None else value for value in values]),
+        completion_ids=_ids(choice.ids),
+        behavior_logprobs=_values(choice.logprobs),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         message=choice.message if choice.message is not None else choice.parts.message(),

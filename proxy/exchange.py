@@ -12,7 +12,6 @@ import logging
 import zlib
 
 import aiohttp
-import orjson
 
 from ..errors import EngineError, StoreError
 from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallStatus, now_ms
@@ -23,6 +22,7 @@ from .incoming import Incoming, Parts, make_intent
 from .inject import Injection, inject
 from .policies import Lease
 from .request import Request, read_request
+from .splice import parse
 from .sse import Framer, data_of
 from .upstream import FAILURES, response_headers
 
@@ -192,10 +192,7 @@ class Exchange:
         encoding = answer.headers.get("Content-Encoding")
         text = body if encoding is None else _unpacked(body, encoding)
         found = Answer()
-        try:
-            doc = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            doc = None
+        doc = parse(text)
         if not isinstance(doc, dict):
             note = None if answer.status < 400 else body[:MAX_ERROR_CHARS].decode("utf-8", "replace")
             return self._end(found, None, note), body, False
@@ -238,7 +235,7 @@ class Exchange:
         except FAILURES as error:
             fault = error
         self._engine_ended()
-        held.append(framer.rest())
+        held.append(self._injection.undo_rest(framer.rest()))
         note = None if fault is None else f"the engine's stream broke off: {fault or type(fault).__name__}"
         end = self._end(reader.parse(), None if fault is None else CallStatus.ERROR, note)
         if not await self._record(end):

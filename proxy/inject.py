@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from .request import Request
-from .splice import Edit, apply, locate, only_string_member, set_members
+from .splice import Edit, apply, locate, only_string_member, parse, set_members
 from .sse import data_of, edit_data
 
 _TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[\d,\s]*\])')
@@ -23,6 +23,8 @@ _PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[\d,\s]*\])')
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
 _LOGPROBS_KEY = b'"logprobs":'
 _AFTER_LOGPROBS = b',"finish_reason":'
+_EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}')
+_INJECTED_VALUE = re.compile(rb'"(?:token_ids|prompt_token_ids|logprobs)"\s*:\s*')
 
 _IDS_PATHS = (("prompt_token_ids",), ("choices", "*", "prompt_token_ids"), ("choices", "*", "token_ids"))
 _LOGPROBS_PATH = ("choices", "*", "logprobs")
@@ -33,6 +35,7 @@ class Injection:
     """One call's changes. `body` is what the engine is sent; the methods undo them in its answer."""
 
     __slots__ = (
+        "_after_cr",
         "_asked_model",
         "_drops_empty",
         "_hides_ids",
@@ -52,6 +55,7 @@ class Injection:
         self._drops_empty = hides_ids and hides_logprobs
         self._asked_model = None if asked_model is None else orjson.dumps(asked_model)
         self._old_head = self._new_head = b""
+        self._after_cr = False  # a dropped block ended in CR: a LF that follows belonged to it
 
     @property
     def is_nothing(self) -> bool:
@@ -73,16 +77,42 @@ class Injection:
         """An event block as the agent is to see it; empty where it would not have been sent."""
         if self.is_nothing:
             return block
+        if self._after_cr:
+            block = block.removeprefix(b"\n")
+        visible = self._undo_block(block)
+        if visible:
+            self._after_cr = False
+            return visible
+        self._after_cr = block.endswith(b"\r")
+        return block[: len(block) - len(block.lstrip(b"\r\n"))]  # blank lines before it were not its own
+
+    def _undo_block(self, block: bytes) -> bytes:
         data = data_of(block)
-        if data is None or not data.startswith(b"{"):
+        if data is None or not data.lstrip().startswith(b"{"):
             return block
-        if len(data) + 8 == len(block):  # `data: …\n\n`, nothing else
+        # `data: …\n\n` and nothing else
+        if len(data) + 8 == len(block) and block.startswith(b"data: ") and block.endswith(b"\n\n"):
             visible = self._undo_chunk(data)
             return block if visible is data else b"" if visible is None else b"data: " + visible + b"\n\n"
+        if parse(data) is None:
+            return block
         if self._is_dropped(data):
             return b""
         edits = self._model_edits(data) + (self._scanned_edits(data) if self.asks_tokens else [])
         return edit_data(block, edits) if edits else block
+
+    def undo_rest(self, rest: bytes) -> bytes:
+        """What a broken stream leaves of an event, up to where the engine says more than was asked."""
+        if self.is_nothing or not rest:
+            return rest
+        if self._after_cr:
+            rest = rest.removeprefix(b"\n")
+        data = data_of(rest)
+        if data is not None and parse(data) is not None:
+            return self.undo_block(rest)
+        if self.asks_tokens and (match := _INJECTED_VALUE.search(rest)):
+            rest = rest[: match.end()]
+        return apply(rest, self._model_edits(rest)) if rest.count(b'"model"') == 1 else rest
 
     def _undo_chunk(self, data: bytes) -> bytes | None:
         if self.asks_tokens:
@@ -101,39 +131,46 @@ class Injection:
         return self._new_head + data[len(self._old_head) :]
 
     def _is_dropped(self, data: bytes) -> bool:
-        """An empty delta that does not finish: the engine sends it only to those who asked for tokens."""
-        if not self._drops_empty or b'"delta":{}' not in data or b'"finish_reason":null' not in data:
+        """An empty delta that does not finish, with tokens: the engine sends it only to those who asked."""
+        if not self._drops_empty or _EMPTY_DELTA.search(data) is None:
             return False
-        choices = orjson.loads(data).get("choices")
-        return bool(choices) and all(
-            choice.get("delta") == {} and choice.get("finish_reason") is None for choice in choices
+        doc = parse(data)
+        choices = doc.get("choices") if isinstance(doc, dict) else None
+        return bool(isinstance(choices, list) and choices) and all(
+            isinstance(choice, dict)
+            and choice.get("delta") == {}
+            and choice.get("finish_reason") is None
+            and (choice.get("token_ids") is not None or choice.get("logprobs") is not None)
+            for choice in choices
         )
 
     def _null_chunk(self, data: bytes) -> bytes:
-        if data.count(b'"index":') == 0:  # no choices: usage, or an error
-            return data
+        """The quick way, for vLLM's own spelling; where counting does not confirm it, the scanner."""
+        quick = data
+        certain = data.count(_AFTER_LOGPROBS) == 1
         if self._hides_ids:
-            for key, pattern in ((b'"token_ids":', _TOKEN_IDS), (b'"prompt_token_ids":', _PROMPT_IDS)):
-                times = data.count(key)
-                if times > 1:
-                    return apply(data, self._scanned_edits(data))
-                if times == 1 and (match := pattern.search(data)):
-                    data = data[: match.start(1)] + b"null" + data[match.end(1) :]
+            for key, pattern in ((b'"token_ids"', _TOKEN_IDS), (b'"prompt_token_ids"', _PROMPT_IDS)):
+                if (times := data.count(key)) == 1 and (match := pattern.search(quick)):
+                    quick = quick[: match.start(1)] + b"null" + quick[match.end(1) :]
+                certain = certain and times <= 1 and quick.count(key) == quick.count(key + b":null")
         if self._hides_logprobs:
-            start = data.find(b'"logprobs":{')
-            if start < 0:
-                return data
-            end = data.find(_AFTER_LOGPROBS, start)
-            if end < 0 or data.count(_LOGPROBS_KEY) > 1 or data.count(_AFTER_LOGPROBS) > 1:
-                return apply(data, self._scanned_edits(data))
-            data = data[: start + len(_LOGPROBS_KEY)] + b"null" + data[end:]
-        return data
+            start = quick.find(b'"logprobs":{"')
+            end = quick.find(_AFTER_LOGPROBS, start) if start >= 0 else -1
+            if end >= 0 and not quick.startswith(b'content":null', start + 13):
+                quick = quick[: start + len(_LOGPROBS_KEY)] + b"null" + quick[end:]
+            certain = certain and quick.count(b'"logprobs"') == quick.count(b'"logprobs":null') <= 1
+        if certain:
+            return quick
+        is_chunk = b'"choices"' in data and parse(data) is not None
+        return apply(data, self._scanned_edits(data)) if is_chunk else data
 
     def _null_edits(self, answer: bytes, doc: Mapping[str, Any]) -> list[Edit]:
         choices = doc.get("choices")
         if not isinstance(choices, list) or not choices:
             return []
         num = len(choices)
+        if not all(isinstance(choice, dict) and "token_ids" in choice for choice in choices):
+            return self._scanned_edits(answer)
         edits: list[Edit] = []
         if self._hides_ids:
             prompt_num = num if "prompt_token_ids" in choices[0] else 1
@@ -156,7 +193,9 @@ class Injection:
                     or names[after : after + 1] != ["finish_reason"]
                 ):
                     return self._scanned_edits(answer)
-                edits.append(Edit(start, position, b"null"))
+                given = choice["logprobs"]
+                if not isinstance(given, dict) or given.get("content", given) is not None:
+                    edits.append(Edit(start, position, b"null"))
         return edits
 
     def _scanned_edits(self, text: bytes) -> list[Edit]:
@@ -165,7 +204,7 @@ class Injection:
         if self._hides_logprobs:
             wanted.add(_LOGPROBS_PATH)
         spans = locate(text, wanted)
-        return [Edit(s.start, s.end, b"null") for s in spans if text[s.start : s.end] != b"null"]
+        return [Edit(s.start, s.end, b"null") for s in spans if _holds_tokens(text[s.start : s.end])]
 
     def _model_edits(self, text: bytes) -> list[Edit]:
         if self._asked_model is None:
@@ -178,6 +217,14 @@ class Injection:
             for span in locate(text, _MODEL_PATHS)
             if text[span.start : span.start + 1] == b'"'
         ]
+
+
+def _holds_tokens(value: bytes) -> bool:
+    """Not null, nor the empty frame that other engines send to everybody."""
+    if not value.startswith(b"{"):
+        return value != b"null"
+    doc = parse(value)
+    return not isinstance(doc, dict) or doc.get("content", doc) is not None
 
 
 def inject(request: Request, served_model: str | None, shown_model: str | None) -> Injection:

@@ -24,7 +24,7 @@ from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_url, holds_token,
 from .policies import Served
 from .request import read_request
 from .routes import Route, find_route
-from .splice import Edit, apply, locate
+from .splice import Edit, apply, locate, parse
 from .upstream import FAILURES, Headers, response_headers
 
 logger = logging.getLogger("lightning.relay")
@@ -205,8 +205,5 @@ async def _then_watch(client: Client) -> AsyncIterator[bytes]:
 
 
 def _json_object(body: bytes) -> dict[str, Any] | None:
-    try:
-        doc = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
+    doc = parse(body)
     return doc if isinstance(doc, dict) else None

@@ -6,9 +6,10 @@ stay as they were. The scanner expects a valid document (somebody has parsed it 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -68,6 +69,26 @@ def locate(text: bytes, wanted: Collection[Path]) -> list[Span]:
             elif path in wanted:
                 found.append(Span(path, start, end))
     return found
+
+
+def parse(text: bytes) -> Any:
+    """The document; None where it is not JSON. Also with numbers beyond a float's range."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        doc = json.loads(text, parse_int=_number)
+        orjson.dumps(doc)  # what can't be written into the log is not read either
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return doc
+
+
+def _number(text: str) -> int | float:
+    """As orjson reads it: a float where 64 bits do not hold it."""
+    value = int(text)
+    return value if -(2**63) <= value < 2**64 else float(text)
 
 
 def _key(token: bytes) -> str:

@@ -12,16 +12,19 @@ from .splice import Edit, apply
 
 # Atomic groups: a CRLF is one line ending and must not be read as CR and LF.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_BOM = b"\xef\xbb\xbf"
+"""A stream may begin with one; it is no part of the first field's name, so it is a block of its own."""
 _LINE = re.compile(rb"([^\r\n]*+)(\r\n|\n|\r|\Z)")
 
 
 class Framer:
     """Cuts a byte stream into blocks, each up to and including the blank line that ends an event."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_has_begun", "_rest")
 
     def __init__(self) -> None:
         self._rest = b""
+        self._has_begun = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take what came and give the blocks that are now whole.
@@ -30,6 +33,14 @@ class Framer:
         event); that LF then opens the next block, where readers skip it.
         """
         text = self._rest + data if self._rest else data
+        if not self._has_begun:
+            if _BOM.startswith(text):  # perhaps the beginning of one
+                self._rest = text
+                return []
+            self._has_begun = True
+            if text.startswith(_BOM):
+                self._rest = b""
+                return [_BOM, *self.feed(text[len(_BOM) :])]
         if b"\r" not in text:
             return self._feed_lf(text)
         blocks: list[bytes] = []

@@ -119,10 +119,10 @@ def response_headers(answer: aiohttp.ClientResponse, length: int | None = None) 
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
-    """Headers that `Connection` declares to be for this hop only."""
+    """Headers of this hop only: named by `Connection`, or trailers, which servers file as headers."""
     named: set[bytes] = set()
     for name, value in headers:
-        if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+        if name == b"trailer" or (name == b"connection" and value.lower() not in (b"keep-alive", b"close")):
             named.update(token.strip().lower() for token in value.split(b","))
     return named
 

@@ -136,7 +136,9 @@ class Injection:
             return False
         doc = parse(data)
         choices = doc.get("choices") if isinstance(doc, dict) else None
-        return bool(isinstance(choices, list) and choices) and all(
+        if not isinstance(choices, list):
+            return False
+        return bool(choices) and all(
             isinstance(choice, dict)
             and choice.get("delta") == {}
             and choice.get("finish_reason") is None

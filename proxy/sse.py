@@ -52,7 +52,7 @@ class Framer:
         return blocks
 
     def _feed_lf(self, text: bytes) -> list[bytes]:
-        if text.endswith(b"\n\n") and text.count(b"\n\n") == 1:  # by far the most common
+        if text.find(b"\n\n") == len(text) - 2 >= 0:  # by far the most common
             self._rest = b""
             return [text]
         parts = text.split(b"\n\n")

@@ -1,14 +1,15 @@
-"""Taking injection back out of event streams: whatever their framing and wherever they are cut, what the client
-gets is what the engine would have sent without."""
+"""Taking injection back out of event streams: whatever their framing and wherever they are cut, what the
+client gets is what the engine would have sent without."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.proxy.capture import StreamReader
@@ -119,11 +120,11 @@ def odd_events(draw: st.DrawFn) -> Event:
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[Event, list[int]]:
     events = draw(st.lists(st.one_of(chunks(), chunks(), odd_events()), max_size=6))
+    # A LF behind a CR would belong to it.
+    assume(not any(a.asked.endswith(b"\r") and b.asked.startswith(b"\n") for a, b in pairwise(events)))
     bom = draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf"]))
     rest = draw(st.sampled_from([b"", b"data: cut", b": cut\n", b'data: {"id":"c","choi', b"data: \xe2\x82"]))
-    stream = Event(
-        *(bom + b"".join(form) + rest for form in (zip(*events, strict=True) if events else ((), ())))
-    )
+    stream = Event(*(bom + b"".join(event[form] for event in events) + rest for form in (0, 1)))
     return stream, draw(st.lists(st.integers(0, len(stream.asked)), max_size=12))
 
 
@@ -132,7 +133,7 @@ def received(injection: Injection, text: bytes, cuts: list[int]) -> bytes:
     framer, reader = Framer(), StreamReader(1)
     out = b""
     places = [0, *sorted(cuts), len(text)]
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         for block in framer.feed(text[start:end]):
             if (data := data_of(block)) is not None:
                 reader.add(data)
@@ -180,7 +181,7 @@ TAIL = b'"finish_reason":null,"token_ids":[7,8]}]}'
             b'data: {"choices":[{"delta":{"content":"a"},"logprobs":',
         ),
         (
-            b'data: {"choices":[{"delta":{"content":"a"},"logprobs":null,"finish_reason":null,"token_ids":[7,8',
+            b'data: {"choices":[{"delta":{"content":"a"},"logprobs":null,"token_ids":[7,8',
             b'data: {"choices":[{"delta":{"content":"a"},"logprobs":',
         ),
         (b'data: {"choices":[{"delta":{"content":"a"},"logprobs":{"content":[]},' + TAIL, b"null"),
@@ -200,7 +201,8 @@ def test_a_broken_stream_shows_no_tokens(rest: bytes, visible: bytes | None) -> 
 
 
 def test_the_frame_that_others_send_to_everybody_stays() -> None:
-    block = b'data: {"choices":[{"delta":{"content":"a"},"index":0,"logprobs":{"content":null,"refusal":null}}]}\n\n'
+    frame = b'{"content":null,"refusal":null}'
+    block = b'data: {"choices":[{"delta":{"content":"a"},"index":0,"logprobs":' + frame + b"}]}\n\n"
     assert asking().undo_block(block) == block
 
 

@@ -2,7 +2,8 @@
 
 from .curation import calls_app
 from .db import db_app
+from .doctor import doctor
 from .episodes import episodes_app
 from .reward import reward_app
 
-__all__ = ["calls_app", "db_app", "episodes_app", "reward_app"]
+__all__ = ["calls_app", "db_app", "doctor", "episodes_app", "reward_app"]

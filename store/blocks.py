@@ -74,27 +74,39 @@ def store_prompt(conn: sa.Connection, ids: TokenIds) -> bytes | None:
 
 def store_prompts(conn: sa.Connection, prompts: Sequence[TokenIds]) -> list[bytes | None]:
     """As store_prompt for many, in two statements: blocks that are there already are not sent again."""
-    names: list[bytes | None] = []
-    found: dict[bytes, tuple[bytes | None, TokenIds, int]] = {}
-    for ids in prompts:
+    cut = PromptBlocks()
+    names = [cut.add(ids) for ids in prompts]
+    cut.store(conn)
+    return names
+
+
+class PromptBlocks:
+    """The blocks of some prompts: named first, stored later."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, tuple[bytes | None, TokenIds, int]] = {}
+
+    def add(self, ids: TokenIds) -> bytes | None:
+        """The prompt's name; None for an empty one."""
         parent: bytes | None = None
         for start in range(0, len(ids), BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
             name = block_hash(parent, block)
-            found[name] = (parent, block, start + len(block))
+            self._blocks[name] = (parent, block, start + len(block))
             parent = name
-        names.append(parent)
-    present = existing(conn, token_blocks.c.hash, found)
-    insert_missing(
-        conn,
-        token_blocks,
-        (
-            {"hash": name, "parent": parent, "ids": pack_ids(block), "num_tokens": end}
-            for name, (parent, block, end) in found.items()
-            if name not in present
-        ),
-    )
-    return names
+        return parent
+
+    def store(self, conn: sa.Connection) -> None:
+        present = existing(conn, token_blocks.c.hash, self._blocks)
+        insert_missing(
+            conn,
+            token_blocks,
+            (
+                {"hash": name, "parent": parent, "ids": pack_ids(block), "num_tokens": end}
+                for name, (parent, block, end) in self._blocks.items()
+                if name not in present
+            ),
+        )
 
 
 def load_prompts(conn: sa.Connection, names: Iterable[bytes]) -> dict[bytes, TokenIds]:

@@ -25,9 +25,13 @@ _SPLIT_LISTS = frozenset({"messages", "input", "system", "content", "contents"})
 _SPLIT_WHOLE = frozenset({"tools", "functions", "response_format", "system", "instructions"})  # one part
 _MIN_PART_BYTES = 96  # below this a row of its own costs more than the bytes that it saves
 _HASH_BYTES = 16
-_FORMAT = b"\x01"
+_RAW, _PACKED = b"\x00", b"\x01"  # first byte of a skeleton: whether the rest is compressed
+_SMALL_BYTES = 512
+"""Below this, compressing costs more than it saves: a call's time, and a turn at Python's lock."""
+_ZLIB = b"x"  # how compressed bytes begin, and no JSON value does
 
 _decoder = json.JSONDecoder()
+_SPACES = (" ", "\t", "\n", "\r")
 _space = re.compile(r"[ \t\n\r]*")
 
 
@@ -43,7 +47,8 @@ def split_body(body: bytes) -> tuple[bytes, dict[bytes, bytes]]:
         skeleton += _segment(body[position:start]) + name
         position = end
     skeleton += _segment(body[position:])
-    return _FORMAT + zlib.compress(bytes(skeleton)), parts
+    whole = bytes(skeleton)
+    return (_RAW + whole if len(whole) < _SMALL_BYTES else _PACKED + zlib.compress(whole)), parts
 
 
 def part_name(part: bytes) -> bytes:
@@ -51,11 +56,12 @@ def part_name(part: bytes) -> bytes:
 
 
 def pack_part(part: bytes) -> bytes:
-    return zlib.compress(part)
+    """A JSON value's text, compressed where that pays."""
+    return part if len(part) < _SMALL_BYTES else zlib.compress(part)
 
 
 def unpack_part(packed: bytes) -> bytes:
-    return zlib.decompress(packed)
+    return zlib.decompress(packed) if packed.startswith(_ZLIB) else packed
 
 
 def part_names(skeleton: bytes) -> list[bytes]:
@@ -89,11 +95,11 @@ def load_bodies(conn: sa.Connection, skeletons: Iterable[bytes]) -> list[bytes]:
 
 
 def pack_json(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode())
+    return pack_part(json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode())
 
 
 def unpack_json(packed: bytes) -> Any:
-    return json.loads(zlib.decompress(packed))
+    return json.loads(unpack_part(packed))
 
 
 def _segment(literal: bytes) -> bytes:
@@ -102,7 +108,7 @@ def _segment(literal: bytes) -> bytes:
 
 def _segments(skeleton: bytes) -> Iterator[tuple[bool, bytes]]:
     """(False, literal bytes) and (True, hash of a part) in turn, a literal first and last."""
-    text = zlib.decompress(skeleton[1:])
+    text = zlib.decompress(skeleton[1:]) if skeleton[:1] == _PACKED else skeleton[1:]
     position = 0
     while True:
         end = position + 4 + int.from_bytes(text[position : position + 4], "big")
@@ -171,6 +177,8 @@ def _byte_spans(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def _skip(text: str, position: int) -> int:
+    if text[position : position + 1] not in _SPACES:  # by far the most common
+        return position
     match = _space.match(text, position)
     assert match is not None
     return match.end()

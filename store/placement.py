@@ -16,7 +16,16 @@ import sqlalchemy as sa
 from ..records import CallIntent, EpisodeStatus, Purpose
 from .events import add_event
 from .schema import episodes, groups
-from .statements import chunks, insert_missing, names_in, optional_text, storable_json, storable_text
+from .statements import (
+    insert_missing,
+    insert_or_update,
+    json_value,
+    names_in,
+    optional_text,
+    rows_in,
+    storable_json,
+    storable_text,
+)
 
 
 def group_id(task_id: str, batch: str | None) -> str:
@@ -107,10 +116,14 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], activity: Ma
         if intent.attribution.episode_id is not None:
             named.setdefault(storable_text(intent.attribution.episode_id), []).append(intent)
     found = read_rows(conn, [*named, *activity])
+    new: list[EpisodeRow] = []
     grouped: list[EpisodeRow] = []
     known = {row.group_id for row in found.values() if row.group_id is not None}
     for name, its in named.items():
-        row = found.get(name) or EpisodeRow(name, created_at_ms=its[0].started_at_ms)
+        row = found.get(name)
+        if row is None:
+            row = EpisodeRow(name, created_at_ms=its[0].started_at_ms)
+            new.append(row)
         for intent in its:
             row.adopt_group(
                 optional_text(intent.attribution.task_id), optional_text(intent.attribution.batch)
@@ -118,8 +131,11 @@ def place_calls(conn: sa.Connection, intents: Sequence[CallIntent], activity: Ma
         if row.group_id is not None and row.group_id not in known:
             grouped.append(row)
     insert_groups(conn, grouped)
-    insert_episodes(conn, {name: its[0].started_at_ms for name, its in named.items() if name not in found})
-    rows = lock_rows(conn, [*named, *activity])
+    if conn.dialect.name == "sqlite":
+        rows = {row.id: row for row in (*found.values(), *new)}  # nobody else can write since our BEGIN
+    else:
+        insert_episodes(conn, {row.id: row.created_at_ms for row in new})
+        rows = lock_rows(conn, [*named, *activity])
     for name, ended_at_ms in activity.items():
         rows[name].last_call_at_ms = max(rows[name].last_call_at_ms or 0, ended_at_ms)
     return Placed(rows, known | {str(row.group_id) for row in grouped}, set(activity))
@@ -166,19 +182,21 @@ def lock_rows(conn: sa.Connection, ids: Iterable[str]) -> dict[str, EpisodeRow]:
 
 def read_rows(conn: sa.Connection, ids: Iterable[str], *, lock: bool = False) -> dict[str, EpisodeRow]:
     """Those of the episodes that exist."""
-    found: dict[str, EpisodeRow] = {}
-    for chunk in chunks(sorted(set(ids))):
-        # On SQLite the transaction holds the write lock already, and the locking part compiles to nothing.
-        query = _READ_LOCKED if lock else _READ
-        found.update((row.id, EpisodeRow(*row)) for row in conn.execute(query, {"names": chunk}))
-    return found
+    # On SQLite the transaction holds the write lock already, and the locking part compiles to nothing.
+    found = [EpisodeRow(*row) for row in rows_in(conn, _READ_LOCKED if lock else _READ, ids)]
+    for row in found:
+        row.tags = json_value(row.tags)
+    return {row.id: row for row in found}
 
 
 def write_rows(conn: sa.Connection, rows: Sequence[EpisodeRow]) -> None:
-    if rows:
-        conn.execute(
-            _WRITE, [{f"b_{name}": getattr(row, name) for name in ("id", *_WRITTEN)} for row in rows]
-        )
+    """Store what `EpisodeRow` holds of these episodes, new ones included."""
+    insert_or_update(
+        conn,
+        episodes,
+        [{name: getattr(row, name) for name in _STORED} | {"has_gap": False} for row in rows],
+        _WRITTEN,
+    )
 
 
 _COLUMNS = [
@@ -201,8 +219,4 @@ _WRITTEN = (
     "policy_version",
     "last_call_at_ms",
 )
-_WRITE = (
-    episodes.update()
-    .where(episodes.c.id == sa.bindparam("b_id"))
-    .values({name: sa.bindparam(f"b_{name}", type_=episodes.c[name].type) for name in _WRITTEN})
-)
+_STORED = tuple(name for name in EpisodeRow.__dataclass_fields__ if name != "batch")

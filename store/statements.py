@@ -1,19 +1,32 @@
-"""Pieces of SQL and cleaning that the other files of the store share; knows no table."""
+"""Pieces of SQL and cleaning that the other files of the store share; knows no table.
+
+Many rows go in one statement, compiled once and handed to the driver as text. That saves more than the work
+of SQLAlchemy: the driver of SQLite gives the lock of Python away at every step of a statement; with a step
+per row the writer would wait for the event loop at each of them. Numbers of rows are powers of two, so that a
+few texts serve all of them and the drivers find them in their caches.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
+import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
 
 MAX_VARIABLES = 1000
 """Values in one IN list: far below both databases' limits, and few enough forms for their plan caches."""
+MOST_ROWS = 64
+"""In one insert. Times the columns of our widest table it stays far below both databases' limits."""
+MOST_NAMES = 1024
+"""In one IN list; likewise."""
+
+_IN = "__[POSTCOMPILE_names]"
 
 
 def chunks(values: Iterable[T], size: int = MAX_VARIABLES) -> Iterator[list[T]]:
@@ -23,39 +36,144 @@ def chunks(values: Iterable[T], size: int = MAX_VARIABLES) -> Iterator[list[T]]:
 
 
 def insert_missing(conn: sa.Connection, table: sa.Table, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Insert the rows whose primary key is not there yet, in key order.
+    """Insert the rows whose primary key is not there yet, in key order; all rows name the same columns.
 
     The order is what keeps two Postgres writers that insert the same keys from waiting for each other.
     """
-    keys = [column.name for column in table.primary_key.columns]
-    ordered = sorted(rows, key=lambda row: tuple(row[key] for key in keys))
+    _insert(conn, table, rows, ())
+
+
+def insert_or_update(
+    conn: sa.Connection, table: sa.Table, rows: Iterable[Mapping[str, Any]], updated: tuple[str, ...]
+) -> None:
+    """As `insert_missing`; of rows whose key is there already, the `updated` columns are set."""
+    _insert(conn, table, rows, updated)
+
+
+def _insert(
+    conn: sa.Connection, table: sa.Table, rows: Iterable[Mapping[str, Any]], updated: tuple[str, ...]
+) -> None:
+    keys = _keys(table)
+    ordered = sorted(rows, key=lambda row: [row[key] for key in keys])
     if not ordered:
         return
-    conn.execute(_insert_statement(table, conn.dialect.name), ordered)
+    columns = tuple(ordered[0])
+    as_json = {name for name in columns if isinstance(table.c[name].type, sa.JSON)}
+    for part in _in_powers(ordered, MOST_ROWS):
+        values: list[Any] = []
+        for row in part:
+            values += [_json_text(row[name]) if name in as_json else row[name] for name in columns]
+        conn.exec_driver_sql(
+            _insert_text(table, columns, len(part), updated, conn.dialect.name), tuple(values)
+        )
 
 
 def existing(conn: sa.Connection, column: sa.Column[Any], values: Iterable[Any]) -> set[Any]:
     """Those of the values that the (indexed) column holds."""
-    found: set[Any] = set()
-    for chunk in chunks(sorted(set(values))):
-        found.update(conn.execute(_existing_statement(column), {"names": chunk}).scalars())
+    return {row[0] for row in rows_in(conn, _select(column), values)}
+
+
+def rows_in(conn: sa.Connection, query: sa.Select[Any], names: Iterable[Any]) -> list[Sequence[Any]]:
+    """The rows of a query built with `names_in`, as the driver gives them; equal names are asked for once."""
+    found: list[Sequence[Any]] = []
+    ordered = sorted(set(names))
+    for start in range(0, len(ordered), MOST_NAMES):
+        part = ordered[start : start + MOST_NAMES]
+        size = 1 << (len(part) - 1).bit_length()
+        part += [part[-1]] * (size - len(part))
+        found += conn.exec_driver_sql(_query_text(query, size, conn.dialect.name), tuple(part)).all()
     return found
 
 
+def update_in(conn: sa.Connection, statement: sa.Update, names: Sequence[Any]) -> None:
+    """Carry out an update built with `names_in` (its only parameter)."""
+    for part in _in_powers(sorted(set(names)), MOST_NAMES):
+        conn.exec_driver_sql(_query_text(statement, len(part), conn.dialect.name), tuple(part))
+
+
+def update_each(conn: sa.Connection, statement: sa.Update, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Carry out an update for each of the rows, whose names are the statement's parameters."""
+    text, names = _update_text(statement, conn.dialect.name)
+    if names is None:
+        conn.exec_driver_sql(text, [dict(row) for row in rows])
+    else:
+        conn.exec_driver_sql(text, [tuple(row[name] for name in names) for row in rows])
+
+
 def names_in(column: sa.Column[Any]) -> sa.ColumnElement[bool]:
-    """`column IN (:names)` in a statement built once: on the hot path building costs more than running."""
+    """`column IN (:names)`, for `rows_in` and `update_in`."""
     return column.in_(sa.bindparam("names", expanding=True))
 
 
-@cache
-def _insert_statement(table: sa.Table, dialect: str) -> Any:
-    insert: Any = sqlite.insert if dialect == "sqlite" else postgresql.insert
-    return insert(table).on_conflict_do_nothing(index_elements=list(table.primary_key.columns))
+def json_value(stored: Any) -> Any:
+    """A JSON column as `rows_in` gives it: text from SQLite, a value from Postgres."""
+    return orjson.loads(stored) if isinstance(stored, str) else stored
+
+
+def _json_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(value)
+
+
+def _in_powers(rows: list[T], most: int) -> Iterator[list[T]]:
+    """The rows in order, in parts whose sizes are powers of two, the large ones first."""
+    start = 0
+    while start < len(rows):
+        size = min(most, 1 << ((len(rows) - start).bit_length() - 1))
+        yield rows[start : start + size]
+        start += size
 
 
 @cache
-def _existing_statement(column: sa.Column[Any]) -> Any:
+def _dialect(name: str) -> sa.Dialect:
+    return sa.make_url("sqlite://" if name == "sqlite" else "postgresql+psycopg://").get_dialect()()
+
+
+@cache
+def _keys(table: sa.Table) -> tuple[str, ...]:
+    return tuple(column.name for column in table.primary_key.columns)
+
+
+@cache
+def _select(column: sa.Column[Any]) -> sa.Select[Any]:
     return sa.select(column).where(names_in(column))
+
+
+@cache
+def _insert_text(
+    table: sa.Table, columns: tuple[str, ...], num_rows: int, updated: tuple[str, ...], dialect: str
+) -> str:
+    slots = [
+        "?" if dialect == "sqlite" else "%s::jsonb" if isinstance(table.c[column].type, sa.JSON) else "%s"
+        for column in columns
+    ]
+    row = f"({', '.join(slots)})"
+    names = ", ".join(f'"{column}"' for column in columns)
+    keys = ", ".join(f'"{key}"' for key in _keys(table))
+    action = "UPDATE SET " + ", ".join(f'"{name}" = excluded."{name}"' for name in updated)
+    return (
+        f'INSERT INTO "{table.name}" ({names}) VALUES {", ".join([row] * num_rows)} '
+        f"ON CONFLICT ({keys}) DO {action if updated else 'NOTHING'}"
+    )
+
+
+@cache
+def _query_text(statement: sa.Select[Any] | sa.Update, num_names: int, dialect: str) -> str:
+    text = str(statement.compile(dialect=_dialect(dialect)))
+    assert text.count(_IN) == 1, "a statement without names_in"
+    slot = "?" if dialect == "sqlite" else "%s"
+    return text.replace(_IN, ", ".join([slot] * num_names))
+
+
+@cache
+def _update_text(statement: sa.Update, dialect: str) -> tuple[str, Sequence[str] | None]:
+    """Its text and, where parameters go by position, their names in order."""
+    compiled = statement.compile(dialect=_dialect(dialect))
+    return str(compiled), getattr(compiled, "positiontup", None)
 
 
 def storable_text(value: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..settings import TrainSettings
 
 
 def _require_extra() -> None:
@@ -77,6 +80,18 @@ def train(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of adapter initialisation.")] = None,
+    manifests: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a dry run: written with --dry-run, trained as it is without."),
+    ] = None,
+    plan_only: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Plan every step and write the manifests: no torch, no GPU."),
+    ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="EPISODE|CALL", help="With --dry-run: why each choice is trained or not."),
+    ] = None,
     progress: Annotated[
         bool | None, typer.Option("--progress/--no-progress", help="Show a progress bar.")
     ] = None,
@@ -87,13 +102,19 @@ def train(
     """Train from the log: ended and rewarded episodes become new versions of the policy."""
     import os
 
-    from ..settings import TrainSettings
+    from ..errors import SettingsError
+    from ..settings import DryRunSettings, TrainSettings
 
+    flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
+    if plan_only:
+        _dry_run(DryRunSettings.load(config, **flags), explain, as_json)
+        return
+    if explain is not None:
+        raise SettingsError("--explain needs --dry-run")
     # Read by OpenMP when torch is loaded. By default its threads spin for milliseconds while they wait, which
     # on a CPU shared with the engine keeps away the very thread that they wait for (measured: 3x slower).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _require_extra()
-    flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
     settings = TrainSettings.load(config, **flags)
     from .loop import train as run
 
@@ -116,3 +137,26 @@ def train(
         )
     if summary.status == "stopped":
         raise typer.Exit(130)
+
+
+def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> None:
+    from ..store.commands.tables import print_table
+    from .dry_run import EXPLAINED_TITLES, TITLES, dry_run, explained_rows, reasons_of, table_rows
+    from .reasons import in_words
+
+    found = dry_run(settings, explain=explain)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+        return
+    print_table(TITLES, list(table_rows(found.plan)))
+    if reasons := reasons_of(found.plan):
+        typer.echo()
+        rows = [(str(count), reason, in_words(reason)) for reason, count in reasons.most_common()]
+        print_table(("choices not trained", "reason", "why"), rows)
+    if explain is not None:
+        typer.echo(f"\n{explain}: reward {found.reward_path}")
+        print_table(EXPLAINED_TITLES, list(explained_rows(found)))
+    typer.echo(f"\nmanifests of {len(found.plan.steps)} steps in {found.plan.folder}; train exactly these:")
+    typer.echo(f"  lightning train --manifests {found.plan.folder} --model FOLDER --db {found.shown_db}")
+    if found.files == "jsonl":
+        typer.echo("written as JSON lines; for Parquet: pip install 'lightning-rl[parquet]'", err=True)

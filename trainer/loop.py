@@ -26,10 +26,12 @@ from ..records import Group, Logprobs, PolicyVersion, TokenIds, VersionStatus, n
 from ..settings import TrainSettings
 from ..store.database import Database
 from ..store.policies import add_candidate, live_version, versions
+from ..store.read import load_groups
 from ..store.runs import add_manifest, create_run, end_run, finish_step
 from . import models
 from .batch import MicroBatch, rows_batches, tree_batches
 from .candidate import Handover, Probe
+from .manifest_files import WrittenPlan, read_plan
 from .metrics import StepMetrics
 from .plan import StepPlan, transitions
 from .planning import Planner, plan_settings
@@ -60,10 +62,6 @@ class RunSummary:
 def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
     """Run to the end of what there is, for ever with `watch`, or until SIGINT or SIGTERM."""
     models.check_folder(settings.model)
-    if settings.from_base and settings.max_staleness is not None:
-        raise SettingsError(
-            "--from-base and --max-staleness exclude each other: versions in the log count no steps from it"
-        )
     plan_settings(settings)
     database = Database.open(settings.db, must_exist=not settings.watch)
     try:
@@ -84,6 +82,7 @@ class TrainingRun:
                 _require_none_waiting(versions(conn, settings.policy))
             self.start = models.start_weights(settings, live_version(conn, settings.policy))
         self.version = self.start.version
+        self.written = None if settings.manifests is None else self._written(settings.manifests)
         self.steps_planned = 0
         self.steps_trained = 0
         self.handover = Handover(database, settings, self.run_id, self.folder / "versions")
@@ -96,6 +95,7 @@ class TrainingRun:
         self._create_folder()
         with self.database.write() as conn:
             settings = self.settings.model_dump(mode="json", exclude={"db"})
+            settings |= {} if self.written is None else self.written.settings
             create_run(conn, self.run_id, self.settings.policy, settings, environment(on_gpu))
         status = "failed"
         with RunReport(self.folder, as_json=as_json, progress=self.settings.progress) as report:
@@ -119,8 +119,8 @@ class TrainingRun:
     def _require_something(self) -> None:
         """NothingToTrainError before a model is loaded, unless some step has something to train."""
         last: StepPlan | None = None
-        for groups in self.source.ready():
-            last = self._plan(groups)
+        plans = (self._plan(groups) for groups in self.source.ready())
+        for last in plans if self.written is None else self.written.steps:
             if last.trains:
                 return
         if last is None:
@@ -129,6 +129,34 @@ class TrainingRun:
 
     def _plan(self, groups: Sequence[Group]) -> StepPlan:
         return self.planner.plan(groups, step=self.steps_planned, from_version=self.version)
+
+    def _written(self, folder: Path) -> WrittenPlan:
+        """A dry run to train as it is. UserError unless it was planned for this policy and these weights."""
+        if self.settings.watch:
+            raise SettingsError("--manifests trains a written plan; it can't --watch")
+        plan = read_plan(folder)
+        if plan.policy != self.settings.policy:
+            raise UserError(f"{folder} was planned for policy {plan.policy!r}, not {self.settings.policy!r}")
+        if plan.start_version != self.version:
+            raise UserError(
+                f"{folder} was planned from version {plan.start_version} of policy {plan.policy!r}, but this "
+                f"run starts from version {self.version}: write the dry run anew, or pass --from-base to both"
+            )
+        return plan
+
+    def _plans(self, report: RunReport) -> Iterator[tuple[StepPlan, list[Group]]]:
+        """Each step with its groups: planned now, or as a dry run has written it."""
+        if self.written is None:
+            for groups in self._groups(report):
+                yield self._plan(groups), groups
+            return
+        report.message(f"training the {len(self.written.steps)} steps of {self.written.folder} as written")
+        for plan in self.written.steps:
+            manifest = replace(plan.manifest, run_id=self.run_id, from_version=self.version)
+            ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
+            with self.database.read() as conn:
+                groups = load_groups(conn, ids)
+            yield replace(plan, manifest=manifest), groups
 
     def _steps(self, trainer: StepTrainer, tokenizer: Any, report: RunReport) -> Iterator[list[MicroBatch]]:
         """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
@@ -139,9 +167,8 @@ class TrainingRun:
             )
         pack = tree_batches if tree else rows_batches
         num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
-        for groups in self._groups(report):
+        for plan, groups in self._plans(report):
             began = time.monotonic()
-            plan = self._plan(groups)
             models.check_tokenizer(tokenizer, self.source.fingerprints(groups), self.settings.model)
             trained = transitions(plan.manifest, groups)
             models.check_ids(trained, num_embeddings, self.settings.model)

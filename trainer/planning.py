@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from ..errors import SettingsError
 from ..records import Group
 from ..settings import TrainSettings
 from ..store.database import Database
@@ -25,7 +26,12 @@ NO_VALUES: Values = {}
 
 
 def plan_settings(settings: TrainSettings) -> PlanSettings:
-    """SettingsError where the credit rule or an option of it does not exist."""
+    """SettingsError where the credit rule or an option of it does not exist, or two settings exclude each
+    other."""
+    if settings.from_base and settings.max_staleness is not None:
+        raise SettingsError(
+            "--from-base and --max-staleness exclude each other: versions in the log count no steps from it"
+        )
     selection = SelectionRules(
         policy=settings.policy,
         unrewarded=settings.unrewarded,

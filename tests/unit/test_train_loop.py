@@ -30,6 +30,7 @@ from lightning_rl.store.policies import load_version, set_version_status, versio
 from lightning_rl.store.read import load_groups
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.store.selection import trainable_group_ids
+from lightning_rl.trainer.dry_run import dry_run
 from lightning_rl.trainer.loop import train
 from lightning_rl.trainer.models import shares_prefixes
 from lightning_rl.trainer.plan import plan_step, transitions
@@ -406,3 +407,47 @@ def test_human_lines_say_why():
     )
     empty = human(replace(line, choices_trained=0, to_version=None, seconds=0.1))
     assert empty.endswith("| 0.1 s | no new version")
+
+
+def test_the_run_trains_what_the_dry_run_wrote(log, model_folder, tmp_path):
+    """The same manifests, planned by the run itself or read from the dry run's folder; to the last digit."""
+    model = tiny_models.qwen3()
+    for i, rewards in enumerate(([1.0, 0.0], [1.0, 1.0], [0.3, 0.1])):
+        play_group(log, model, f"t{i}", rewards)
+    chosen = {"groups_per_step": 1, "credit": "turn_discount", "manifests": tmp_path / "plan"}
+    plan = dry_run(settings(log, model_folder, **chosen)).plan
+    assert [step.trains for step in plan.steps] == [True, False, True]
+
+    def manifests(summary):
+        with log.read() as conn:
+            found = [load_manifest(conn, summary.run_id, step) for step in range(3)]
+        return [replace(manifest, run_id="") for manifest in found]
+
+    def ordered(manifest):
+        rows = sorted(manifest.choices, key=lambda row: (row.call_id, row.choice_index))
+        return replace(manifest, run_id="", choices=tuple(rows))
+
+    wanted = [ordered(step.manifest) for step in plan.steps]
+    by_itself = train(settings(log, model_folder, **(chosen | {"manifests": None})))
+    assert manifests(by_itself) == wanted
+    as_written = train(settings(log, model_folder, manifests=tmp_path / "plan", credit="rloo"))
+    assert manifests(as_written) == wanted
+    assert as_written.steps_trained == by_itself.steps_trained == 2
+    with sqlite3.connect(log.url.removeprefix("sqlite:///")) as raw:
+        stored = raw.execute("select settings from runs where id = ?", (as_written.run_id,)).fetchone()[0]
+    raw.close()
+    assert json.loads(stored)["credit"]["rule"] == "turn_discount"  # what decided it, not what was said now
+
+
+def test_a_written_plan_that_does_not_fit_is_refused(log, model_folder, tmp_path):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    chosen = settings(log, model_folder, manifests=tmp_path / "plan")
+    dry_run(chosen)
+    with pytest.raises(UserError, match="planned for policy 'policy', not 'other'"):
+        train(settings(log, model_folder, manifests=tmp_path / "plan", policy="other"))
+    header = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    (tmp_path / "plan" / "plan.json").write_text(json.dumps(header | {"start_version": 4}))
+    with pytest.raises(UserError, match=r"planned from version 4 .* starts from version 0"):
+        train(chosen)
+    with pytest.raises(UserError, match="can't --watch"):
+        train(settings(log, model_folder, manifests=tmp_path / "plan", watch=True))

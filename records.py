@@ -229,6 +229,15 @@ class CallEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class CallMoved:
+    """Nobody listened at the engine that the intent names: another one was asked."""
+
+    call_id: str
+    engine_url: str
+    fingerprint_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class CallDelivered:
     """The client has seen the answer's end (or left before it: `delivered` False)."""
 
@@ -236,7 +245,7 @@ class CallDelivered:
     delivered: bool
 
 
-LogEntry = CallIntent | CallEnd | CallDelivered
+LogEntry = CallIntent | CallEnd | CallDelivered | CallMoved
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -26,6 +27,7 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -49,7 +51,19 @@ def _root_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def _listed(value: Any) -> Any:
+    """One URL, or several: a list in a file, separated by commas in a variable."""
+    return [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
+
+
+def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if not urls:
+        raise ValueError("name at least one engine")
+    return tuple(dict.fromkeys(urls))
+
+
 RootUrl = Annotated[str, AfterValidator(_root_url)]
+RootUrls = Annotated[tuple[RootUrl, ...], NoDecode, BeforeValidator(_listed), AfterValidator(_distinct)]
 
 _file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)
 
@@ -156,7 +170,10 @@ class ProxySettings(_Layered):
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
     port: int = Field(8400, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     token: SecretStr | None = Field(None, description="What clients must send as their API key.")
-    engine_url: RootUrl = Field("http://127.0.0.1:8000", description="Root URL of vLLM, without /v1.")
+    engine_url: RootUrls = Field(
+        ("http://127.0.0.1:8000",),
+        description="Root URL of vLLM, without /v1; a list where several engines serve the same base model.",
+    )
     engine_api_key: SecretStr | None = Field(None, description="API key that the engine expects.")
     policy: str = Field(
         "policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy being trained."

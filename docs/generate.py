@@ -19,6 +19,8 @@ def _type(annotation: Any) -> str:
     arguments = get_args(annotation)
     if arguments and all(isinstance(argument, str) for argument in arguments):
         return " \\| ".join(f"`{argument}`" for argument in arguments)
+    if get_origin(annotation) is tuple:
+        return "list of str"
     if get_origin(annotation) is dict:
         return "table of numbers" if arguments[1] is not str else "table of strings"
     names = [
@@ -33,6 +35,8 @@ def _type(annotation: Any) -> str:
 def _default(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"`{key} = {item}`" for key, item in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(f"`{item}`" for item in value)
     return "required" if value is PydanticUndefined else "" if value is None else f"`{value}`"
 
 

@@ -11,8 +11,9 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ..records import Fingerprint
+from ..engine.fingerprint import read_fingerprint
 from ..settings import ProxySettings
 from ..store.append import add_fingerprint
 from ..store.database import Database
@@ -21,6 +22,7 @@ from .client import Client, Receive, Scope, Send
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
+from .engines import Engines
 from .gate import Gate
 from .incoming import Parts
 from .keys import EpisodeKeys, holds_token, sent_keys
@@ -57,7 +59,7 @@ class ProxyApp:
             observe=self.metrics.observe,
         )
         self.lineage = Lineage()
-        self.fingerprint_id: str | None = None
+        self.engines = Engines(settings.engine_url)
         self._token = None if settings.token is None else settings.token.get_secret_value()
         self._background = background
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,7 +69,14 @@ class ProxyApp:
         self._hop: Hop | None = None
         self._api = create_api(
             ApiContext(
-                database, self.recorder, self.live, self.lineage, settings, self.metrics, self.redactor
+                database,
+                self.recorder,
+                self.live,
+                self.engines,
+                self.lineage,
+                settings,
+                self.metrics,
+                self.redactor,
             )
         )
 
@@ -76,15 +85,16 @@ class ProxyApp:
         """Where translated calls come back in; None before `start`."""
         return None if self._hop is None else self._hop.url()
 
-    async def set_fingerprint(self, fingerprint: Fingerprint) -> None:
-        """From now on calls are recorded as made with this engine."""
+    async def fingerprint_of(self, client: Any) -> str:
+        """Read the engine's fingerprint into the log, so that calls can name it; gives its id."""
+        fingerprint = await read_fingerprint(client)
 
         def write() -> None:
             with self.database.write() as conn:
                 add_fingerprint(conn, fingerprint)
 
         await asyncio.to_thread(write)
-        self.fingerprint_id = fingerprint.id
+        return fingerprint.id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -118,14 +128,14 @@ class ProxyApp:
 
     async def start(self) -> None:
         key = self.settings.engine_api_key
-        self._upstream = Upstream(self.settings.engine_url, None if key is None else key.get_secret_value())
+        self._upstream = Upstream(None if key is None else key.get_secret_value())
         self.recorder.start()
         parts = Parts(
             live=self.live,
             recorder=self.recorder,
             upstream=self._upstream,
+            engines=self.engines,
             lineage=self.lineage,
-            fingerprint_id=lambda: self.fingerprint_id,
             holds_ends=self.settings.durability == "commit",
             kinds=Kinds(self.settings.kinds),
         )

@@ -36,7 +36,12 @@ def _group() -> None:
 def serve(  # noqa: PLR0917 - a parameter per flag
     config: Annotated[Path | None, typer.Option(help="TOML file with settings (configs/proxy.toml).")] = None,
     db: Annotated[str | None, typer.Option(help="Database URL of the log.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Root URL of vLLM, without /v1.")] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-url", "--engine", help="Root URL of vLLM, without /v1; repeat it for several engines."
+        ),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Name of the policy being trained.")] = None,
@@ -64,7 +69,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
     settings = ProxySettings.load(
         config,
         db=db,
-        engine_url=engine_url,
+        engine_url=engine_url or None,
         host=host,
         port=port,
         policy=policy,
@@ -83,7 +88,7 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
 
     from ..store.database import Database
     from .app import ProxyApp
-    from .engine_watch import require_engine, watch_engine
+    from .engine_watch import require_engine, watch_engines
     from .idle import end_idle_episodes
     from .publisher import publish
 
@@ -97,9 +102,8 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     listener = _listen(settings.host, settings.port)
     try:
         database = Database.open(settings.db)
-        proxy = ProxyApp(
-            settings, database, background=[publish if settings.publish else watch_engine, end_idle_episodes]
-        )
+        watch = publish if settings.publish else watch_engines
+        proxy = ProxyApp(settings, database, background=[watch, end_idle_episodes])
         try:
             if checks_engine:
                 asyncio.run(require_engine(settings))

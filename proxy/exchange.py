@@ -14,10 +14,12 @@ import zlib
 import aiohttp
 
 from ..errors import EngineError, StoreError
-from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallStatus, now_ms
+from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallMoved, CallStatus, now_ms
 from .address import attribute
+from .asking import Asking, give_engine
 from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
+from .engines import EngineState
 from .incoming import Incoming, Parts, make_intent
 from .inject import Injection, inject
 from .policies import Lease
@@ -63,7 +65,7 @@ async def carry_out(
     if lease is None:
         return
     try:
-        intent = make_intent(parts, incoming, request, attribution, lease.served)
+        intent = make_intent(parts, incoming, request, attribution, lease)
         await Exchange(parts, client, request, lease, intent).run(incoming)
     finally:
         lease.release()
@@ -72,7 +74,13 @@ async def carry_out(
 async def admit(parts: Parts, client: Client, request: Request, attribution: Attribution) -> Lease | None:
     """What serves the call; None: the client has its answer already, or has left."""
     try:
-        return await parts.live.admit(request.model, attribution.episode_id)
+        lease = await parts.live.admit(request.model, attribution.episode_id)
+        try:
+            give_engine(parts.engines, lease, request.model, attribution.episode_id)
+        except EngineError:
+            lease.release()
+            raise
+        return lease
     except EngineError as error:
         await client.refuse(503, str(error), retry_after_sec=1)
     except asyncio.CancelledError:
@@ -114,6 +122,11 @@ class Exchange:
         self._ended_at_ms = 0
         self._version_end: int | None = None
 
+    @property
+    def _engine_url(self) -> str:
+        engine = self._lease.engine
+        return self._intent.engine_url if engine is None else engine.url
+
     async def run(self, incoming: Incoming) -> None:
         self._parts.recorder.put(self._intent)
         reader = StreamReader(self._request.num_choices)
@@ -132,13 +145,7 @@ class Exchange:
 
     async def _ask(self, incoming: Incoming, reader: StreamReader) -> None:
         try:
-            answer = await self._parts.upstream.send(
-                "POST",
-                incoming.path_and_query,
-                incoming.headers,
-                self._injection.body,
-                wants_plain=not self._injection.is_nothing,
-            )
+            answer = await self._send(incoming)
         except FAILURES as error:
             await self._refuse_unreachable(error)
             return
@@ -153,8 +160,29 @@ class Exchange:
             if not answer.content.at_eof():
                 answer.close()  # the engine stops generating at once
 
+    async def _send(self, incoming: Incoming) -> aiohttp.ClientResponse:
+        parts, intent = self._parts, self._intent
+
+        def moved(engine: EngineState) -> None:
+            parts.recorder.put(CallMoved(intent.id, engine.url, engine.fingerprint_id))
+
+        asking = Asking(
+            parts.engines,
+            parts.upstream,
+            self._lease,
+            self._request.model,
+            intent.attribution.episode_id,
+            moved=moved,
+        )
+        return await asking.post(
+            incoming.path_and_query,
+            incoming.headers,
+            self._injection.body,
+            wants_plain=not self._injection.is_nothing,
+        )
+
     async def _refuse_unreachable(self, error: BaseException) -> None:
-        engine = self._parts.upstream.engine_url
+        engine = self._engine_url
         reason = f"the engine at {engine} is not reachable: {error or type(error).__name__}"
         self._engine_ended()
         end = self._end(Answer(), CallStatus.ERROR, reason)
@@ -170,6 +198,7 @@ class Exchange:
             async for data in answer.content.iter_any():
                 received.append(data)
         except FAILURES as error:
+            self._suspect()
             await self._break_whole(answer, b"".join(received), error)
             return
         self._engine_ended()
@@ -233,6 +262,7 @@ class Exchange:
                 if ready:
                     await self._client.write(ready)
         except FAILURES as error:
+            self._suspect()
             fault = error
         self._engine_ended()
         held.append(self._injection.undo_rest(framer.rest()))
@@ -260,6 +290,10 @@ class Exchange:
         return ready[0] if len(ready) == 1 else b"".join(ready)
 
     # --- the row ---
+
+    def _suspect(self) -> None:
+        if self._lease.engine is not None:
+            self._lease.engine.is_suspect = True  # it may have ended: somebody looks at once
 
     def _engine_ended(self) -> None:
         """The engine has ended this answer, one way or the other: the next version may come."""

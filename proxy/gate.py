@@ -57,6 +57,15 @@ class Gate:
         if self._in_flight == 0:
             self._empty.set()
 
+    def hold(self) -> None:
+        """Stop admissions. Harmless on a closed gate."""
+        self._opened.clear()
+
+    async def drained(self, timeout_sec: float) -> None:
+        """Wait until nothing is in flight, or raise TimeoutError."""
+        async with asyncio.timeout(timeout_sec):
+            await self._empty.wait()
+
     async def close(self, drain_timeout_sec: float) -> None:
         """Stop admissions and wait until nothing is in flight.
 
@@ -64,10 +73,9 @@ class Gate:
         then, as it is when the waiting is cancelled: a failed drain costs the held calls time, no more.
         """
         assert self._opened.is_set(), "close() of a closed gate"
-        self._opened.clear()
+        self.hold()
         try:
-            async with asyncio.timeout(drain_timeout_sec):
-                await self._empty.wait()
+            await self.drained(drain_timeout_sec)
         except BaseException:
             self.open()
             raise

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..records import Attribution, CallEnd, CallIntent, LogEntry, new_id, now_ms
 from .address import Address
 from .client import Client
+from .engines import Engines
 from .kinds import Kinds
 from .lineage import Lineage
-from .policies import LivePolicies, Served
+from .policies import Lease, LivePolicies
 from .request import Request
 from .routes import Route
 from .upstream import Headers, Upstream
@@ -46,8 +46,8 @@ class Parts:
     live: LivePolicies
     recorder: CallRecorder
     upstream: Upstream
+    engines: Engines
     lineage: Lineage
-    fingerprint_id: Callable[[], str | None]
     holds_ends: bool  # durability "commit"
     front: CallFront | None = None
     kinds: Kinds = field(default_factory=Kinds)
@@ -67,8 +67,14 @@ class Incoming:
 
 
 def make_intent(
-    parts: Parts, incoming: Incoming, request: Request, attribution: Attribution, served: Served
+    parts: Parts,
+    incoming: Incoming,
+    request: Request,
+    attribution: Attribution,
+    lease: Lease,
 ) -> CallIntent:
+    served, engine = lease.served, lease.engine
+    assert engine is not None, "serve_call has chosen one"
     call_id = new_id()
     parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
     retries = incoming.header(b"x-stainless-retry-count") or "0"
@@ -83,8 +89,8 @@ def make_intent(
         served_model=served.model or request.model,
         policy=served.policy,
         policy_version=served.version,
-        engine_url=parts.upstream.engine_url,
-        fingerprint_id=parts.fingerprint_id(),
+        engine_url=engine.url,
+        fingerprint_id=engine.fingerprint_id,
         sampling=request.sampling,
         request_body=request.body,
         request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),

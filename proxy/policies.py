@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import EngineError
 from ..records import WeightsKind
+from .engines import EngineState
 from .gate import Gate
 
 BASE_VERSION = 0
@@ -53,19 +54,29 @@ class _Loaded:
 
 
 class Lease:
-    """One admitted call: what serves it, until the engine's answer has ended."""
+    """One admitted call: what serves it, and which engine, until the engine's answer has ended."""
 
-    __slots__ = ("_live", "_released", "served")
+    __slots__ = ("_live", "_released", "engine", "served")
 
     def __init__(self, live: LivePolicies, served: Served) -> None:
         self._live = live
         self._released = False
         self.served = served
+        self.engine: EngineState | None = None
+
+    def use(self, engine: EngineState) -> None:
+        """The call is that engine's; it counts there until released, or until it moves to another."""
+        if self.engine is not None:
+            self.engine.in_flight -= 1
+        self.engine = engine
+        engine.in_flight += 1
 
     def release(self) -> None:
         """The engine's answer has ended. May be called twice; the second does nothing."""
         if not self._released:
             self._released = True
+            if self.engine is not None:
+                self.engine.in_flight -= 1
             self._live._end(self.served)
 
 

@@ -11,33 +11,31 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
-from ..engine.client import EngineGoneError, EngineModel
+from ..engine.client import EngineGoneError
 from ..errors import EngineError, LightningError, PublishError, StoreError
 from ..records import PolicyVersion, VersionStatus, WeightsKind
 from ..settings import ProxySettings
 from ..store.database import Database
 from ..store.policies import live_version, set_version_status, versions_with_status
-from .files import FilesError, check_files
-from .policies import LivePolicies, adapter_name
-from .prober import Prober
-from .swap import (
-    BusyError,
-    Engine,
-    Hooks,
-    RejectedError,
-    add_adapter,
-    ensure_adapter,
-    known_gap,
-    label_of,
-    load_weights,
-    replace_weights,
+from .arrival import (
+    Arrived,
+    CantHoldError,
+    Seen,
+    Target,
+    bring,
+    check_version_files,
+    look,
+    rows_by_kind,
 )
+from .engine_watch import engine_handles
+from .policies import adapter_name
+from .swap import BusyError, Handle, Hooks, OwnGate, Place, RejectedError, add_adapter, replace_weights
 
 if TYPE_CHECKING:
     from .app import ProxyApp
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 SOURCE = "publisher"
 ENGINE_LOOK_SEC = 1.0
 DRAIN_TIMEOUT_SEC = 120.0
+JOIN_AGAIN_SEC = 30.0  # after an engine could not be set up while others serve
 MAX_TRIES = 2  # at a version during which the engine went away
 MAX_DRAINING = 2  # older ones are unloaded although episodes are pinned to them
 
@@ -56,156 +55,189 @@ T = TypeVar("T")
 
 
 class Publisher:
-    """One per engine. `run` ends only by cancellation; `step` is one turn of it, for tests."""
+    """One per log. `run` ends only by cancellation; `step` is one turn of it, for tests."""
 
     def __init__(
         self,
         database: Database,
-        engine: Engine,
-        live: LivePolicies,
+        place: Place,
         settings: ProxySettings,
         *,
-        on_engine_seen: Callable[[], Awaitable[None]] | None = None,
-        drain_timeout_sec: float = DRAIN_TIMEOUT_SEC,
+        on_engine_seen: Seen | None = None,
     ) -> None:
         self._database = database
-        self._engine = engine
-        self._live = live
+        self._place = place
+        self._engines = place.engines
+        self._live = place.live
+        self._fleet = place.fleet
         self._settings = settings
-        self._on_engine_seen = on_engine_seen
-        self._drain_timeout_sec = drain_timeout_sec
-        self._is_set_up = False
+        self._on_engine_seen = on_engine_seen or _nothing_to_write
         self._looked_at_sec = float("-inf")
-        self._said: str | None = None
+        self._again_at_sec: dict[Handle, float] = {}  # engines that could not be set up
+        self._said: set[str] = set()
         self._tries: Counter[tuple[str, int]] = Counter()
 
     async def run(self) -> None:
-        """Poll for candidates until cancelled; errors of engine and database are waited out."""
-        # Before any call gets in: the engine may hold anything, and the log must not name a version for it.
-        await self._live.gate.close(0)
+        """Poll for candidates until cancelled; errors of engines and database are waited out."""
+        # Before any call gets in: an engine may hold anything, and the log must not name a version for it.
+        self._live.gate.hold()
+        for engine in self._engines.all:
+            self._engines.withdraw(engine, is_up=True)
         while True:
-            try:
-                await self.step()
-            except Exception:  # the boundary of the task: one bad version must not end all publishing
-                logger.exception("publishing failed; going on")
+            await self.turn()
             await asyncio.sleep(self._settings.publish_poll_sec)
 
+    async def turn(self) -> None:
+        """`step`, whatever it raises."""
+        try:
+            await self.step()
+        except Exception:  # the boundary of the task: one bad version must not end all publishing
+            logger.exception("publishing failed; going on")
+
     async def step(self) -> None:
-        """Look at the engine, set it up if it is new, take candidates, unload what has drained."""
+        """Look at the engines, set up those that are new, take candidates, unload what has drained."""
+        self._heard: set[str] = set()
         try:
             try:
-                await self._look_at_engine()
+                await self._look_at_engines()
             finally:
-                self._live.gate.open()  # closed by `run` or by `_set_up`; a swap opens its own
+                await self._fleet.release()  # closed at start or by a set-up; a swap releases its own
             for version in await self._read(lambda conn: versions_with_status(conn, *_WAITING)):
                 await self._publish(version)
             await self._unload_drained()
-            self._said = None
         except LightningError as error:
-            if isinstance(error, EngineGoneError):
-                self._forget_engine()
             self._say(str(error))
+        self._said = self._heard
 
-    # --- the engine comes and goes ---
+    # --- engines come and go ---
 
-    def _forget_engine(self) -> None:
-        self._is_set_up = False
+    async def _look_at_engines(self) -> None:
+        serves = self._live.base_model is not None and bool(self._engines.in_rotation)
+        now = time.monotonic()
+        hurries = not serves or any(engine.is_suspect for engine in self._engines.all)
+        if not hurries and now - self._looked_at_sec < ENGINE_LOOK_SEC:
+            return
+        self._looked_at_sec = now
+        reachable = await self._reachable()
+        if self._live.base_model is None or not self._engines.in_rotation:
+            await self._set_up(reachable)
+            return
+        for handle in reachable:
+            if handle.state not in self._engines.in_rotation:
+                await self._let_join(handle)
+
+    async def _reachable(self) -> list[Handle]:
+        """The engines that answer; those that went away, or lost what they held, are out of rotation."""
+
+        async def look_at(handle: Handle) -> str | None:
+            is_in = handle.state in in_rotation
+            return await look(handle, self._engines.holding if is_in else None)
+
+        in_rotation = self._engines.in_rotation
+        handles = self._place.handles
+        results = await asyncio.gather(*(look_at(handle) for handle in handles), return_exceptions=True)
+        found: list[Handle] = []
+        errors: list[EngineError] = []
+        for handle, result in zip(handles, results, strict=True):
+            if isinstance(result, EngineError):
+                errors.append(result)
+                if isinstance(result, EngineGoneError):
+                    self._engines.withdraw(handle.state, is_up=False)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                if result is not None and handle.state in self._engines.in_rotation:
+                    logger.warning("the engine at %s: %s; it is set up anew", handle.state.url, result)
+                    self._engines.withdraw(handle.state, is_up=True)
+                handle.state.is_suspect = False
+                found.append(handle)
+        if not found:
+            if not self._engines.in_rotation:
+                self._live.forget_engine()
+            raise errors[0]
+        for error in errors:
+            self._say(str(error))
+        return found
+
+    async def _set_up(self, handles: Sequence[Handle]) -> None:
+        """No engine serves: bring all that are there to what the log says is live, while calls wait."""
+        await self._fleet.hold(drains=True, timeout_sec=self._place.hold_timeout_sec)
         self._live.forget_engine()
+        while True:
+            rows = await self._read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
+            target = rows_by_kind(rows, self._settings.policy)
+            arrived, errors = await self._bring(handles, target)
+            if arrived:
+                break
+            fault = next((error for error in errors if isinstance(error, CantHoldError)), None)
+            if fault is None:
+                raise errors[0]
+            logger.error("%s; the base model, or what else is live, serves instead", fault)
+            await self._set_status(fault.row, VersionStatus.REJECTED, _verdict_of(fault.error))
+        base = arrived[0].base.name
+        for one in arrived:
+            self._admit_if_same(one, base)
+        for error in errors:
+            self._say(str(error))
+        self._engines.holding = target.holding()
+        self._live.set_base_model(base)
+        for row in (*((target.full,) if target.full else ()), *target.adapters):
+            model = base if row.kind is WeightsKind.FULL else adapter_name(row.policy, row.version)
+            self._live.set_live(row.policy, row.version, row.kind, model)
+            logger.info("version %d of %r is live (%s)", row.version, row.policy, row.kind.value)
 
-    async def _look_at_engine(self) -> None:
-        if self._live.base_model is None:
-            self._is_set_up = False  # a failed swap has left it unknown
-        if self._is_set_up and time.monotonic() - self._looked_at_sec < ENGINE_LOOK_SEC:
+    async def _bring(
+        self, handles: Sequence[Handle], target: Target
+    ) -> tuple[list[Arrived], list[EngineError]]:
+        steps = (bring(handle, target, self._on_engine_seen) for handle in handles)
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        arrived: list[Arrived] = []
+        errors: list[EngineError] = []
+        for result in results:
+            if isinstance(result, Arrived):
+                arrived.append(result)
+            elif isinstance(result, EngineError):
+                errors.append(result)
+            else:
+                raise result
+        return arrived, errors
+
+    async def _let_join(self, handle: Handle) -> None:
+        """Others serve: this one gets what is live before it gets a call."""
+        if time.monotonic() < self._again_at_sec.get(handle, 0):
             return
-        base = await self._engine.base_model()
-        self._looked_at_sec = time.monotonic()
-        if not self._is_set_up:
-            await self._set_up(base)
-            self._is_set_up = True
+        rows = await self._read(
+            lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.DRAINING)
+        )
+        target = rows_by_kind(
+            [row for row in rows if row.status is VersionStatus.LIVE], self._settings.policy
+        )
+        older = tuple(
+            row
+            for row in rows
+            if row.status is VersionStatus.DRAINING
+            and adapter_name(row.policy, row.version) in self._engines.holding.adapters
+        )
+        arrived, errors = await self._bring([handle], replace(target, older=older))
+        if errors:
+            self._say(f"the engine at {handle.state.url} stays out of rotation: {errors[0]}")
+            if not isinstance(errors[0], EngineGoneError):
+                self._again_at_sec[handle] = time.monotonic() + JOIN_AGAIN_SEC
+            return
+        assert self._live.base_model is not None, "others serve"
+        if self._admit_if_same(arrived[0], self._live.base_model):
+            logger.info("the engine at %s is in rotation", handle.state.url)
+            await self._fleet.announce()
 
-    async def _set_up(self, base: EngineModel) -> None:
-        """The engine is there, again or for the first time: bring it to what the log says is live."""
-        if self._on_engine_seen is not None:
-            await self._on_engine_seen()
-        rows = await self._read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
-        full = next((row for row in rows if row.kind is WeightsKind.FULL and self._is_ours(row)), None)
-        if self._live.gate.is_open:
-            # A restart: calls that wait here get the right weights, instead of a refusal.
-            await self._drain()
-        try:
-            full = await self._set_up_weights(base, full)
-            self._live.set_base_model(base.name)
-            if full is not None:
-                self._live.set_live(full.policy, full.version, full.kind, base.name)
-            for row in rows:
-                if row.kind is WeightsKind.LORA:
-                    await self._set_up_adapter(base, row)
-        except BaseException:
-            self._live.forget_engine()
-            raise
-
-    async def _drain(self) -> None:
-        try:
-            await self._live.gate.close(self._drain_timeout_sec)
-        except TimeoutError:
-            running = self._live.gate.in_flight
-            raise PublishError(
-                f"{running} calls do not end; the engine is not set up before they do"
-            ) from None
-
-    async def _set_up_weights(self, base: EngineModel, full: PolicyVersion | None) -> PolicyVersion | None:
-        """The version whose weights the base name stands for now; None for the base model itself."""
-        label = await self._engine.weight_label()
-        if full is None or full.path is None:
-            # Without the route nobody can have reloaded anything.
-            if label is not None and label != label_of(None):
-                await load_weights(self._engine, base.root, label_of(None))
-            return None
-        try:
-            if label != label_of(full) or not await self._is_proven(base.name, base, full):
-                await self._check_files(full, base)
-                await load_weights(self._engine, full.path, label_of(full))
-                await self._prove(base.name, base, full)
-        # What the engine can't do (a flag is missing, it is busy) is not the version's fault: wait it out.
-        except (RejectedError, FilesError) as error:
-            logger.error(
-                "version %d of %r can't be brought back, the base model serves instead: %s",
-                full.version,
-                full.policy,
-                error,
+    def _admit_if_same(self, arrived: Arrived, base: str) -> bool:
+        state = arrived.handle.state
+        if arrived.base.name != base:
+            self._say(
+                f"the engine at {state.url} serves {arrived.base.name!r}, not {base!r} as the others: "
+                "give it the same model and --served-model-name"
             )
-            await self._set_status(full, VersionStatus.REJECTED, _verdict_of(error))
-            await load_weights(self._engine, base.root, label_of(None))
-            return None
-        logger.info("version %d of %r is live (full weights)", full.version, full.policy)
-        return full
-
-    async def _set_up_adapter(self, base: EngineModel, row: PolicyVersion) -> None:
-        assert row.path is not None, "an adapter has a folder"
-        name = adapter_name(row.policy, row.version)
-        try:
-            await ensure_adapter(self._engine, name, row.path)
-            await self._prove(name, base, row)
-        except (RejectedError, FilesError) as error:
-            logger.error("version %d of %r can't be brought back: %s", row.version, row.policy, error)
-            await self._set_status(row, VersionStatus.REJECTED, _verdict_of(error))
-            return
-        self._live.set_live(row.policy, row.version, row.kind, name)
-        logger.info("version %d of %r is live (adapter)", row.version, row.policy)
-
-    async def _prove(self, model: str, base: EngineModel, row: PolicyVersion) -> None:
-        gap = known_gap(row)
-        prober = Prober(self._engine, row, max_model_tokens=base.max_model_tokens, known_gap_rms=gap)
-        probed = await prober.after(model, None)
-        if not probed.is_accepted:
-            raise RejectedError(probed.reason, probed.numbers())
-
-    async def _is_proven(self, model: str, base: EngineModel, row: PolicyVersion) -> bool:
-        """A label is only a note: somebody may have reloaded other weights under it."""
-        try:
-            await self._prove(model, base, row)
-        except RejectedError:
             return False
+        self._engines.admit_engine(state, fingerprint_id=arrived.fingerprint_id, lacks=arrived.lacks)
         return True
 
     # --- candidates ---
@@ -240,23 +272,16 @@ class Publisher:
                 f"full weights would replace {self._settings.policy!r} under the engine's base name; "
                 "train a LoRA for a second policy"
             )
-        await self._check_files(version, await self._engine.base_model())
+        first = next(h for h in self._place.handles if h.state in self._engines.in_rotation)
+        await check_version_files(version, await first.client.base_model())
         previous = await self._read(lambda conn: live_version(conn, version.policy))
 
         async def accepted(verdict: Mapping[str, Any]) -> None:
             await self._set_status(version, VersionStatus.LIVE, verdict)
 
         hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted)
-        if version.kind is WeightsKind.LORA:
-            await add_adapter(self._engine, self._live, version, previous, hooks)
-        else:
-            limit = self._drain_timeout_sec
-            await replace_weights(self._engine, self._live, version, previous, hooks, drain_timeout_sec=limit)
-
-    async def _check_files(self, version: PolicyVersion, base: EngineModel) -> None:
-        assert version.path is not None, "checked by the caller"
-        path = Path(version.path)
-        await asyncio.to_thread(check_files, path, version.kind, version.checksum, Path(base.root))
+        swap = add_adapter if version.kind is WeightsKind.LORA else replace_weights
+        await swap(self._place, version, previous, hooks)
 
     async def _reject(
         self, version: PolicyVersion, what: str, reason: str, verdict: Mapping[str, Any]
@@ -279,13 +304,18 @@ class Publisher:
 
     async def _retire_if_free(self, row: PolicyVersion, *, is_surplus: bool) -> None:
         if row.kind is WeightsKind.LORA:
+            name = adapter_name(row.policy, row.version)
             if row.version in self._live.loaded_versions(row.policy):
-                answering = self._live.is_answering(row.policy, row.version)
-                if answering or (self._live.is_in_use(row.policy, row.version) and not is_surplus):
+                answering = self._fleet.is_answering(row.policy, row.version)
+                if answering or (self._fleet.is_in_use(row.policy, row.version) and not is_surplus):
                     return
                 self._live.drop(row.policy, row.version)
+                self._engines.holding = self._engines.holding.without_adapter(name)
+                await self._fleet.announce()
+            if not self._fleet.is_told or self._fleet.is_answering(row.policy, row.version):
+                return  # another proxy may still send a call there; the next step looks again
             # Also one that an earlier proxy had loaded: the trainer may delete its folder from now on.
-            await self._engine.unload_lora(adapter_name(row.policy, row.version))
+            await self._place.on_each(lambda handle: handle.client.unload_lora(name))
         await self._set_status(row, VersionStatus.RETIRED)
 
     # --- the log ---
@@ -313,9 +343,13 @@ class Publisher:
 
     def _say(self, line: str) -> None:
         """Once per run of the same trouble, not four times a second."""
-        if line != self._said:
-            self._said = line
+        self._heard.add(line)
+        if line not in self._said:
             logger.warning("%s", line)
+
+
+async def _nothing_to_write(_: Handle) -> None:
+    return None
 
 
 def _verdict_of(error: EngineError) -> dict[str, Any]:
@@ -324,16 +358,11 @@ def _verdict_of(error: EngineError) -> dict[str, Any]:
 
 
 async def publish(app: ProxyApp) -> None:
-    """The proxy's background task: owns a client of the engine for as long as it runs."""
-    from ..engine.client import EngineClient
-    from ..engine.fingerprint import read_fingerprint
+    """The proxy's background task: owns the engines' clients for as long as it runs."""
+    async with engine_handles(app) as handles:
+        place = Place(handles, app.engines, app.live, OwnGate(app.live), DRAIN_TIMEOUT_SEC)
 
-    key = app.settings.engine_api_key
-    async with EngineClient(
-        app.settings.engine_url, api_key=None if key is None else key.get_secret_value()
-    ) as client:
+        async def seen(handle: Handle) -> str | None:
+            return await app.fingerprint_of(handle.client)
 
-        async def seen() -> None:
-            await app.set_fingerprint(await read_fingerprint(client))
-
-        await Publisher(app.database, client, app.live, app.settings, on_engine_seen=seen).run()
+        await Publisher(app.database, place, app.settings, on_engine_seen=seen).run()

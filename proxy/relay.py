@@ -17,6 +17,7 @@ import orjson
 from ..errors import EngineError, StoreError, UserError
 from .address import read_address
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
+from .engines import EngineState
 from .exchange import serve_call
 from .incoming import Incoming, Parts
 from .inject import Injection, inject
@@ -25,7 +26,7 @@ from .policies import Served
 from .request import read_request
 from .routes import Route, find_route
 from .splice import Edit, apply, locate, parse
-from .upstream import FAILURES, Headers, response_headers
+from .upstream import CONNECT_FAILURES, FAILURES, Headers, response_headers
 
 logger = logging.getLogger("lightning.relay")
 
@@ -94,15 +95,11 @@ class Relay:
         except ClientGoneError:
             return
         try:
-            answer = await self._parts.upstream.send(
-                method,
-                incoming.path_and_query,
-                incoming.headers,
-                body,
-                wants_plain=injection is not None or shows_models,
+            answer = await self._send(
+                method, incoming, body, wants_plain=injection is not None or shows_models
             )
         except FAILURES as error:
-            engine = self._parts.upstream.engine_url
+            engine = " or ".join(engine.url for engine in self._parts.engines.all)
             if client.sent_too_much:
                 await client.refuse(413, TOO_LARGE)
             elif not client.gone:
@@ -120,6 +117,37 @@ class Relay:
         finally:
             if not answer.content.at_eof():
                 answer.close()
+
+    async def _send(
+        self,
+        method: str,
+        incoming: Incoming,
+        body: bytes | AsyncIterator[bytes] | None,
+        *,
+        wants_plain: bool,
+    ) -> aiohttp.ClientResponse:
+        """Ask any engine that is up; where nobody listens, the next one."""
+        engines = self._parts.engines
+        marks = incoming.address.marks
+        episode = marks[0][1] if marks else None
+        engine = engines.choose(episode, None, any_engine=True)
+        tried: list[EngineState] = []
+        while True:
+            try:
+                return await self._parts.upstream.send(
+                    engine.url,
+                    method,
+                    incoming.path_and_query,
+                    incoming.headers,
+                    body,
+                    wants_plain=wants_plain,
+                )
+            except CONNECT_FAILURES:
+                engines.refused(engine)
+                tried.append(engine)
+                if len(tried) == len(engines.all):
+                    raise
+                engine = engines.choose(episode, None, any_engine=True, tried=tried)
 
     async def _read_request(
         self, method: str, client: Client, content_type: str | None

@@ -1,6 +1,7 @@
-"""The two ways in which a version gets into the engine: a new adapter, or new weights under a closed gate.
+"""The two ways in which a version gets into the engines: a new adapter, or new weights under a closed gate.
 
-Owns the order of the steps and what is undone when one fails. Which version, and what the log says of it, is
+Owns the order of the steps, on all engines or none, and what is undone when one fails. An engine that goes
+away meanwhile is taken out of rotation, and the others go on. Which version, and what the log says of it, is
 the publisher's.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from ..engine.client import EngineModel, EngineRefusedError
-from ..errors import EngineError, PublishError
+from ..engine.client import EngineGoneError, EngineModel, EngineRefusedError
+from ..errors import EngineError, PublishError, StoreError
 from ..records import PolicyVersion
+from .engines import Engines, EngineState, Holding
 from .policies import LivePolicies, adapter_name
 from .prober import Before, Prober, Scores
 
@@ -24,6 +26,8 @@ RESET_TRIES = 40
 RESET_PAUSE_SEC = 0.05
 
 logger = logging.getLogger("lightning.publisher")
+
+T = TypeVar("T")
 
 
 class Engine(Scores, Protocol):
@@ -37,6 +41,76 @@ class Engine(Scores, Protocol):
     async def reset_prefix_cache(self) -> bool: ...
     async def weight_label(self) -> str | None: ...
     async def set_weight_label(self, label: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """One engine: how it is asked, and its place in the rotation."""
+
+    client: Engine
+    state: EngineState
+
+
+class Fleet(Protocol):
+    """All proxies in front of the engines; this one alone where there is no other."""
+
+    async def hold(self, *, drains: bool, timeout_sec: float) -> None:
+        """Nobody admits a call any more; with `drains`, the running ones have ended too. Or BusyError."""
+
+    async def release(self) -> None:
+        """Tell all what is live now, and let calls in."""
+
+    async def announce(self) -> None:
+        """Tell all what is live now; no call waits for it."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether all have heard the last of it."""
+
+    def is_answering(self, policy: str, version: int) -> bool:
+        """Whether a call in flight, of any proxy, is served by this version."""
+
+    def is_in_use(self, policy: str, version: int) -> bool:
+        """Whether a call in flight or an episode's pin, of any proxy, still needs this version."""
+
+
+class OwnGate:
+    """The fleet of one proxy that shares its log with nobody."""
+
+    def __init__(self, live: LivePolicies) -> None:
+        self._live = live
+
+    async def hold(self, *, drains: bool, timeout_sec: float) -> None:
+        gate = self._live.gate
+        gate.hold()
+        if not drains:
+            return
+        try:
+            await gate.drained(timeout_sec)
+        except TimeoutError:
+            running = gate.in_flight
+            gate.open()
+            raise BusyError(f"{running} calls were still running after {timeout_sec:g} s") from None
+
+    async def release(self) -> None:
+        self._live.gate.open()
+
+    async def announce(self) -> None:
+        pass  # who would listen?
+
+    @property
+    def is_told(self) -> bool:
+        return True
+
+    def is_answering(self, policy: str, version: int) -> bool:
+        return self._live.is_answering(policy, version)
+
+    def is_in_use(self, policy: str, version: int) -> bool:
+        return self._live.is_in_use(policy, version)
+
+
+class LeaseLostError(StoreError):
+    """Another proxy publishes now."""
 
 
 class BusyError(PublishError):
@@ -70,32 +144,128 @@ def known_gap(version: PolicyVersion | None) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-async def add_adapter(
-    engine: Engine, live: LivePolicies, version: PolicyVersion, previous: PolicyVersion | None, hooks: Hooks
-) -> None:
-    """Load an adapter beside the old one, prove it, flip. A failure leaves what was live untouched."""
-    assert version.path is not None, "an adapter has a folder"
-    base = await engine.base_model()
-    old_model = live.loaded_versions(version.policy).get(live.live_version(version.policy) or 0, base.name)
-    prober = Prober(
-        engine, version, max_model_tokens=base.max_model_tokens, known_gap_rms=known_gap(previous)
-    )
-    before = await prober.before(old_model, primes=False)  # a new name has a cache of its own
-    name = adapter_name(version.policy, version.version)
-    started = time.monotonic()
-    await ensure_adapter(engine, name, version.path)
-    load_ms = _ms_since(started)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where versions go live: the engines in rotation, what is live, and the proxies in front."""
+
+    handles: Sequence[Handle]
+    engines: Engines
+    live: LivePolicies
+    fleet: Fleet
+    hold_timeout_sec: float
+
+    async def on_each(self, step: Callable[[Handle], Awaitable[T]]) -> dict[Handle, T]:
+        """Do it on all engines in rotation at once; who goes away meanwhile is out of it.
+
+        Raises the first fault, EngineGoneError when none is left.
+        """
+        handles = [handle for handle in self.handles if handle.state in self.engines.in_rotation]
+        if not handles:
+            raise EngineGoneError("no engine is left in rotation")
+        results = await asyncio.gather(*(step(handle) for handle in handles), return_exceptions=True)
+        done: dict[Handle, T] = {}
+        gone: BaseException | None = None
+        fault: BaseException | None = None
+        for handle, result in zip(handles, results, strict=True):
+            if isinstance(result, EngineGoneError):
+                logger.warning("%s; it is out of rotation until it is back", result)
+                self.engines.withdraw(handle.state, is_up=False)
+                gone = result
+            elif isinstance(result, BaseException):
+                fault = fault or result
+            else:
+                done[handle] = result
+        if fault is not None:
+            raise fault
+        if not done:
+            assert gone is not None, "every engine has answered, failed or gone"
+            raise gone
+        return done
+
+
+async def _unless_restarted(handle: Handle, holds: Holding, step: Awaitable[T]) -> T:
+    """A verdict about an engine that has lost what was loaded is none: that engine is gone, as it was."""
     try:
-        await hooks.on_probing()
+        return await step
+    except (RejectedError, EngineRefusedError):
+        missing = await what_is_missing(handle.client, holds, handle.state.lacks)
+        if missing is None:
+            raise
+        raise EngineGoneError(f"the engine at {handle.state.url} was restarted: {missing}") from None
+
+
+async def what_is_missing(client: Engine, holding: Holding, lacks: Collection[str]) -> str | None:
+    """Whether an engine still holds what it must; in words, what it does not."""
+    roots = {model.name: model.root for model in await client.models()}
+    for name, path in holding.adapters.items():
+        if name not in lacks and roots.get(name) != path:
+            return f"it has no adapter {name} (any more)"
+    label = await client.weight_label()
+    if label is not None and label != holding.label:
+        return f"it holds {label!r}, not {holding.label!r}"
+    return None
+
+
+def _verdict(by_engine: Mapping[Handle, Mapping[str, Any]]) -> dict[str, Any]:
+    """The first engine's numbers; those of all, where there are several."""
+    first = dict(next(iter(by_engine.values())))
+    if len(by_engine) > 1:
+        first["engines"] = {handle.state.url: dict(numbers) for handle, numbers in by_engine.items()}
+    return first
+
+
+async def add_adapter(
+    place: Place, version: PolicyVersion, previous: PolicyVersion | None, hooks: Hooks
+) -> None:
+    """Load an adapter beside the old one on every engine, prove it on each, flip.
+
+    A failure leaves what was live untouched.
+    """
+    assert version.path is not None, "an adapter has a folder"
+    path, live, name = version.path, place.live, adapter_name(version.policy, version.version)
+
+    async def look(handle: Handle) -> tuple[Prober, Before]:
+        base = await handle.client.base_model()
+        held = live.loaded_versions(version.policy)
+        old_model = held.get(live.live_version(version.policy) or 0, base.name)
+        gap = known_gap(previous)
+        prober = Prober(handle.client, version, max_model_tokens=base.max_model_tokens, known_gap_rms=gap)
+        return prober, await prober.before(old_model, primes=False)  # a new name has a cache of its own
+
+    async def load(handle: Handle) -> int:
+        started = time.monotonic()
+        await ensure_adapter(handle.client, name, path)
+        return _ms_since(started)
+
+    async def probe(handle: Handle) -> dict[str, Any]:
+        prober, before = looked[handle]
         probed = await prober.after(name, before)
-        verdict = {**probed.numbers(), "load_ms": load_ms}
+        verdict = {**probed.numbers(), "load_ms": loaded[handle]}
         if not probed.is_accepted:
             raise RejectedError(probed.reason, verdict)
+        return verdict
+
+    async def probe_or_gone(handle: Handle) -> dict[str, Any]:
+        return await _unless_restarted(handle, place.engines.holding.with_adapter(name, path), probe(handle))
+
+    looked = await place.on_each(look)
+    is_held = False
+    try:
+        loaded = await place.on_each(load)
+        await hooks.on_probing()
+        verdict = _verdict(await place.on_each(probe_or_gone))
+        await place.fleet.hold(drains=False, timeout_sec=place.hold_timeout_sec)
+        is_held = True
         await hooks.on_accepted(verdict)
     except BaseException:
-        await _quietly(engine.unload_lora(name))
+        for handle in looked:
+            await quietly(handle.client.unload_lora(name))
+        if is_held:
+            await place.fleet.release()
         raise
     live.set_live(version.policy, version.version, version.kind, name)
+    place.engines.holding = place.engines.holding.with_adapter(name, path)
+    await place.fleet.release()
 
 
 async def ensure_adapter(engine: Engine, name: str, path: str) -> None:
@@ -112,67 +282,64 @@ async def ensure_adapter(engine: Engine, name: str, path: str) -> None:
 
 
 async def replace_weights(
-    engine: Engine,
-    live: LivePolicies,
-    version: PolicyVersion,
-    previous: PolicyVersion | None,
-    hooks: Hooks,
-    *,
-    drain_timeout_sec: float,
+    place: Place, version: PolicyVersion, previous: PolicyVersion | None, hooks: Hooks
 ) -> None:
-    """Hold new calls, drain, reload, empty the cache, prove, release; on failure the old weights come back.
+    """Hold new calls, drain, reload every engine, empty the caches, prove each, release.
 
-    The gate is open again whatever happens. When the old weights can't be restored, the engine counts as
-    unknown and policies are refused until the publisher has set it up again.
+    On failure the old weights come back. Calls go on whatever happens. An engine whose old weights can't be
+    restored is out of rotation until the publisher has set it up again; if that is every engine, policies
+    are refused.
     """
     assert version.path is not None, "full weights have a folder"
-    base = await engine.base_model()
-    prober = Prober(
-        engine, version, max_model_tokens=base.max_model_tokens, known_gap_rms=known_gap(previous)
-    )
-    before = await prober.before(base.name, primes=True)
-    try:
-        await live.gate.close(drain_timeout_sec)
-    except TimeoutError:
-        running = live.gate.in_flight
-        raise BusyError(f"{running} calls were still running after {drain_timeout_sec:g} s") from None
+    path, live = version.path, place.live
+
+    async def look(handle: Handle) -> tuple[Prober, Before, str]:
+        base = await handle.client.base_model()
+        gap = known_gap(previous)
+        prober = Prober(handle.client, version, max_model_tokens=base.max_model_tokens, known_gap_rms=gap)
+        return prober, await prober.before(base.name, primes=True), base.root
+
+    async def load(handle: Handle) -> int:
+        started = time.monotonic()
+        await load_weights(handle.client, path, label_of(version))
+        return _ms_since(started)
+
+    async def probe(handle: Handle) -> dict[str, Any]:
+        prober, before, _ = looked[handle]
+        probed = await prober.after(before.model, before)
+        verdict = {**probed.numbers(), "load_ms": loaded[handle]}
+        if not probed.is_accepted:
+            raise RejectedError(probed.reason, verdict)
+        return verdict
+
+    async def probe_or_gone(handle: Handle) -> dict[str, Any]:
+        return await _unless_restarted(handle, Holding(label_of(version)), probe(handle))
+
+    looked = await place.on_each(look)
+    await place.fleet.hold(drains=True, timeout_sec=place.hold_timeout_sec)
     held_since = time.monotonic()
     try:
-        try:
-            verdict = await _reload_and_probe(engine, prober, before, version, hooks)
-            verdict["held_ms"] = _ms_since(held_since)
-            await hooks.on_accepted(verdict)
-        except Exception:  # whatever went wrong: the old weights must be back before the gate opens
-            await _restore(engine, live, previous, base.root)
-            raise
-        live.set_live(version.policy, version.version, version.kind, base.name)
-    finally:
-        live.gate.open()
-
-
-async def _reload_and_probe(
-    engine: Engine,
-    prober: Prober,
-    before: Before,
-    version: PolicyVersion,
-    hooks: Hooks,
-) -> dict[str, Any]:
-    assert version.path is not None, "full weights have a folder"
-    started = time.monotonic()
-    await load_weights(engine, version.path, label_of(version))
-    load_ms = _ms_since(started)
-    await hooks.on_probing()
-    probed = await prober.after(before.model, before)
-    verdict = {**probed.numbers(), "load_ms": load_ms}
-    if not probed.is_accepted:
-        raise RejectedError(probed.reason, verdict)
-    return verdict
+        loaded = await place.on_each(load)
+        await hooks.on_probing()
+        verdict = _verdict(await place.on_each(probe_or_gone))
+        verdict["held_ms"] = _ms_since(held_since)
+        await hooks.on_accepted(verdict)
+    except LeaseLostError:
+        raise  # another proxy decides by now what the engines hold, and when calls go on
+    except Exception:  # whatever went wrong: the old weights must be back before calls go on
+        await _restore(place, previous, {handle: root for handle, (_, _, root) in looked.items()})
+        await place.fleet.release()
+        raise
+    base_model = next(iter(looked.values()))[1].model
+    live.set_live(version.policy, version.version, version.kind, base_model)
+    place.engines.holding = place.engines.holding.with_label(label_of(version))
+    await place.fleet.release()
 
 
 async def load_weights(engine: Engine, path: str, label: str) -> None:
     """Reload and empty the prefix cache; the caller holds the gate, or nothing is served yet."""
     # A crash from here on must not leave the label of weights that are no longer there.
-    await _quietly(engine.set_weight_label(f"loading {label}"))
+    await quietly(engine.set_weight_label(f"loading {label}"))
     try:
         await engine.reload_weights(path)
     except EngineRefusedError as error:
@@ -188,21 +355,27 @@ async def load_weights(engine: Engine, path: str, label: str) -> None:
         await asyncio.sleep(RESET_PAUSE_SEC)  # an answer that has just ended may still hold blocks
     else:
         raise PublishError("the engine could not empty its prefix cache after the reload")
-    await _quietly(engine.set_weight_label(label))
+    await quietly(engine.set_weight_label(label))
 
 
-async def _restore(
-    engine: Engine, live: LivePolicies, previous: PolicyVersion | None, base_root: str
-) -> None:
-    path = base_root if previous is None or previous.path is None else previous.path
-    try:
-        await load_weights(engine, path, label_of(previous))
-    except EngineError as error:
-        logger.error("the old weights could not be restored: %s", error)
-        live.forget_engine()
+async def _restore(place: Place, previous: PolicyVersion | None, base_roots: Mapping[Handle, str]) -> None:
+    """The old weights, wherever the new ones may be; nothing to do on an engine that has gone."""
+
+    async def back(handle: Handle) -> None:
+        path = base_roots[handle] if previous is None or previous.path is None else previous.path
+        try:
+            await load_weights(handle.client, path, label_of(previous))
+        except EngineError as error:
+            logger.error("the old weights could not be restored: %s", error)
+            place.engines.withdraw(handle.state, is_up=not isinstance(error, EngineGoneError))
+
+    in_rotation = place.engines.in_rotation
+    await asyncio.gather(*(back(handle) for handle in base_roots if handle.state in in_rotation))
+    if not place.engines.in_rotation:
+        place.live.forget_engine()
 
 
-async def _quietly(step: Awaitable[None]) -> None:
+async def quietly(step: Awaitable[None]) -> None:
     """A step whose failure changes nothing: what follows finds out by itself."""
     try:
         await step

@@ -1,4 +1,4 @@
-"""The connection to the engine: one aiohttp session, and which headers travel in which direction.
+"""The connection to the engines: one aiohttp session, and which headers travel in which direction.
 
 Knows HTTP; nothing of calls, tokens or the log. Bodies pass as bytes, compressed ones too.
 """
@@ -45,12 +45,14 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 """What can be raised while the engine is asked or read."""
 
+CONNECT_FAILURES = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+"""Those of them that are raised before a byte was sent: the call may go to another engine."""
+
 
 class Upstream:
-    """The engine, as the relay sees it. Create and close it on the event loop."""
+    """The way to the engines, as the relay sees it. Create and close it on the event loop."""
 
-    def __init__(self, engine_url: str, api_key: str | None) -> None:
-        self.engine_url = engine_url
+    def __init__(self, api_key: str | None) -> None:
         self._authorization = f"Bearer {api_key}" if api_key else None
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SEC),
@@ -67,6 +69,7 @@ class Upstream:
 
     async def send(
         self,
+        engine_url: str,
         method: str,
         path_and_query: str,
         headers: Headers,
@@ -74,7 +77,7 @@ class Upstream:
         *,
         wants_plain: bool = False,
     ) -> aiohttp.ClientResponse:
-        """Ask the engine; returns at the answer's head. `wants_plain`: the answer must not be compressed."""
+        """Ask that engine; returns at the answer's head. `wants_plain`: the answer must not be compressed."""
         forwarded = request_headers(headers, keeps_length=not isinstance(body, bytes))
         if wants_plain:
             plain = ("accept-encoding", "identity")
@@ -83,7 +86,7 @@ class Upstream:
             forwarded.append(("authorization", self._authorization))
         return await self._session.request(
             method,
-            _url(self.engine_url + path_and_query),
+            _url(engine_url + path_and_query),
             headers=forwarded,
             data=body,
             allow_redirects=False,

@@ -20,6 +20,7 @@ from ..records import (
     CallEnd,
     CallIntent,
     CallKind,
+    CallMoved,
     CallStatus,
     Fingerprint,
     LogEntry,
@@ -81,11 +82,14 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> Noted:
     intents: dict[str, CallIntent] = {}
     ends: dict[str, CallEnd] = {}
     delivered: dict[str, bool] = {}
+    moved: dict[str, CallMoved] = {}
     for entry in entries:
         if isinstance(entry, CallIntent):
             intents.setdefault(entry.id, entry)
         elif isinstance(entry, CallEnd):
             ends.setdefault(entry.call_id, entry)
+        elif isinstance(entry, CallMoved):
+            moved[entry.call_id] = entry
         else:
             delivered[entry.call_id] = entry.delivered
     refer(conn)
@@ -99,6 +103,8 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> Noted:
     else:
         placed.write(conn)
     _add_stubs(conn, ends, sorted({*ends, *delivered} - intents.keys() - known.keys()))
+    if moved:
+        _append_moves(conn, moved)
     if answers:  # of the calls whose intent is older than this batch
         update_each(
             conn, _SET_END, [{f"b_{k}": v for k, v in answers[name].items()} for name in sorted(answers)]
@@ -327,6 +333,18 @@ def _answer_columns(end: CallEnd, prompts: PromptBlocks) -> dict[str, Any]:
         "first_byte_at_ms": end.first_byte_at_ms,
         "ended_at_ms": end.ended_at_ms,
     }
+
+
+def _append_moves(conn: sa.Connection, moved: Mapping[str, CallMoved]) -> None:
+    """The engine that was asked in the end. The intent is in the log by now, or earlier in this batch."""
+    known = existing(
+        conn, fingerprints.c.id, {move.fingerprint_id for move in moved.values() if move.fingerprint_id}
+    )
+    for name in sorted(moved):
+        move = moved[name]
+        fingerprint = move.fingerprint_id if move.fingerprint_id in known else None
+        values = {"engine_url": move.engine_url, "fingerprint_id": fingerprint}
+        conn.execute(calls.update().where(calls.c.id == name).values(values))
 
 
 def _choice_row(call_id: str, choice: RecordedChoice) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ...errors import StoreError
 from ...settings import ProxySettings
 from ...store.database import Database
 from ..address import checked_name
+from ..engines import Engines
 from ..lineage import Lineage
 from ..metrics import CallMetrics
 from ..policies import LivePolicies
@@ -37,6 +38,7 @@ class ApiContext:
     database: Database
     recorder: Recorder
     live: LivePolicies
+    engines: Engines
     lineage: Lineage
     settings: ProxySettings
     metrics: CallMetrics

@@ -65,6 +65,7 @@ async def end(episode: str, context: Context, body: EpisodeEnd | None = None) ->
     status = EpisodeStatus(how.status)
     await context.write(lambda conn: end_episode(conn, episode, status=status, by="api", note=how.note))
     context.live.end_episode(episode)
+    context.engines.end_episode(episode)
     context.lineage.forget(episode)
     return {"episode": episode, "status": status.value}
 

@@ -63,5 +63,6 @@ async def add(new: NewReward, context: Context) -> dict[str, Any]:
     await context.write(lambda conn: add_reward(conn, reward))
     if reward.final:
         context.live.end_episode(new.episode)
+        context.engines.end_episode(new.episode)
         context.lineage.forget(new.episode)
     return {"reward": reward.id, "episode": new.episode, "target": target, "final": reward.final}

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from ...store.marks import count_marks
 from ...store.read import count_episodes
+from ..engines import EngineState
 from .context import Context
 
 router = APIRouter(tags=["status"])
@@ -20,7 +21,8 @@ router = APIRouter(tags=["status"])
 async def healthz(context: Context) -> JSONResponse:
     """200 while calls can be served, else 503 with the reason; `recording` and `engine` say each alone."""
     recording = context.recorder.fault
-    engine = None if context.live.base_model is not None else "the engine has not been reached yet"
+    is_served = context.live.base_model is not None and bool(context.engines.in_rotation)
+    engine = None if is_served else "the engine has not been reached yet"
     reason = context.recorder.refusal or engine
     status = "unavailable" if reason is not None else "ok" if recording is None else "degraded"
     doc = {"status": status, "recording": recording or "ok", "engine": engine or "ok"}
@@ -38,7 +40,8 @@ async def status(context: Context) -> dict[str, Any]:
     metrics = context.metrics
     return {
         "episodes": episodes,
-        "engine": {"url": context.settings.engine_url, "base_model": context.live.base_model},
+        "engine": {"url": context.settings.engine_url[0], "base_model": context.live.base_model},
+        "engines": [_engine_doc(engine) for engine in context.engines.all],
         "calls_in_flight": context.live.gate.in_flight,
         "calls_waiting": context.live.gate.waiting,
         "attribution": {
@@ -59,4 +62,14 @@ async def status(context: Context) -> dict[str, Any]:
             "entries_lost": context.recorder.num_lost,
             "calls_redacted": dict(context.redactor.num_by_rule),
         },
+    }
+
+
+def _engine_doc(engine: EngineState) -> dict[str, Any]:
+    return {
+        "url": engine.url,
+        "is_up": engine.is_up,
+        "in_rotation": engine.is_up and engine.in_rotation,
+        "calls_in_flight": engine.in_flight,
+        "fingerprint": engine.fingerprint_id,
     }

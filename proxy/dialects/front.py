@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from ...records import Attribution, CallDelivered, CallEnd, CallStatus, new_id, now_ms
+from ..asking import Asking
 from ..capture import MAX_ERROR_CHARS
 from ..client import Client
 from ..exchange import admit, carry_out
@@ -85,7 +86,7 @@ class _Translation:
 
     async def run(self, attribution: Attribution) -> None:
         try:
-            rendered = await self._render()
+            rendered = await self._render(attribution)
             if isinstance(rendered, Refused):
                 await self._fail(attribution, rendered.status, rendered.message, rendered.kind)
                 return
@@ -99,7 +100,8 @@ class _Translation:
             )
             await self._translate(call)
         except FAILURES as error:
-            engine = self._parts.upstream.engine_url
+            assert self._lease.engine is not None, "admitted calls have an engine"
+            engine = self._lease.engine.url
             reason = f"the engine at {engine} is not reachable: {error or type(error).__name__}"
             await self._fail(attribution, 502, reason)
         except asyncio.CancelledError:
@@ -111,11 +113,12 @@ class _Translation:
             if self._call is not None and self._call.intent is not None:
                 self._parts.recorder.put(CallDelivered(self._call.intent.id, self._client.is_complete))
 
-    async def _render(self) -> Rendered | Refused:
+    async def _render(self, attribution: Attribution) -> Rendered | Refused:
         request = self._request
         assert request.doc is not None
-        answer = await self._parts.upstream.send(
-            "POST",
+        parts, lease = self._parts, self._lease
+        asking = Asking(parts.engines, parts.upstream, lease, request.model, attribution.episode_id)
+        answer = await asking.post(
             f"{self._incoming.route.path}/render",
             render_headers(self._incoming.headers),
             render_request(request.body, request.doc, self._lease.served.model),
@@ -212,7 +215,7 @@ class _Translation:
         """Record the failure, if the hop has not, and tell the client."""
         parts = self._parts
         if self._call is None or self._call.intent is None:
-            intent = make_intent(parts, self._incoming, self._request, attribution, self._lease.served)
+            intent = make_intent(parts, self._incoming, self._request, attribution, self._lease)
             parts.recorder.put(intent)
             parts.recorder.put(
                 CallEnd(

@@ -186,7 +186,7 @@ class Hop:
         recorded = replace(
             outer, sampling=request.sampling, unrecordable=request.unrecordable or call.rendered.fault
         )
-        call.intent = make_intent(self._parts, call.incoming, recorded, call.attribution, call.lease.served)
+        call.intent = make_intent(self._parts, call.incoming, recorded, call.attribution, call.lease)
         parts = replace(self._parts, recorder=_OuterRecorder(self._parts.recorder, call))
         headers = render_headers(call.incoming.headers)
         incoming = Incoming(CHAT, call.incoming.address, headers, CHAT.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import struct
@@ -26,6 +27,8 @@ def write_folder(folder: Path, weight: float, *, is_adapter: bool = False) -> st
 
 
 def read_weight(folder: str) -> float:
+    if not Path(folder).is_dir():
+        raise EngineRefusedError(f"no folder {folder}", 404)
     (file,) = Path(folder).glob("*.safetensors")
     return float(struct.unpack("<d", file.read_bytes()[-8:])[0])
 
@@ -40,7 +43,9 @@ class FakeEngine:
 
     def __init__(self, base_folder: Path) -> None:
         self.root = str(base_folder)
+        self.name = BASE
         self.sabotage: str | None = None
+        self.dies_at: int | None = None  # number of calls after which it is gone
         self.calls: list[str] = []
         self.restart()
 
@@ -52,7 +57,11 @@ class FakeEngine:
         self.adapters: dict[str, tuple[str, float]] = {}
         self.cache: dict[tuple[str, str | None, tuple[int, ...]], float] = {}
 
-    def _ask(self, what: str) -> None:
+    async def _ask(self, what: str) -> None:
+        await asyncio.sleep(0)  # everybody else may go on here
+        if self.dies_at == len(self.calls):
+            self.dies_at = None
+            self.is_up = False
         if not self.is_up:
             raise EngineGoneError("the engine is not reachable: connection refused")
         self.calls.append(what)
@@ -68,12 +77,12 @@ class FakeEngine:
         return (await self.models())[0]
 
     async def models(self) -> list[EngineModel]:
-        self._ask("models")
-        found = [EngineModel(BASE, self.root, None, 4096)]
+        await self._ask("models")
+        found = [EngineModel(self.name, self.root, None, 4096)]
         return found + [EngineModel(name, path, BASE, None) for name, (path, _) in self.adapters.items()]
 
     async def load_lora(self, name: str, path: str) -> None:
-        self._ask(f"load {name}")
+        await self._ask(f"load {name}")
         if name in self.adapters:
             raise EngineRefusedError(f"{name} has already been loaded", 400)
         if self.sabotage == "refuses":
@@ -86,14 +95,14 @@ class FakeEngine:
         self.adapters[name] = ("/elsewhere" if self.sabotage == "wrong root" else path, weight)
 
     async def unload_lora(self, name: str) -> None:
-        self._ask(f"unload {name}")
+        await self._ask(f"unload {name}")
         self.adapters.pop(name, None)
 
     async def reload_weights(self, path: str) -> None:
-        self._ask(f"reload {Path(path).name}")
+        await self._ask(f"reload {Path(path).name}")
         if self.sabotage == "dies":
             self.is_up = False
-            self._ask("dead")
+            await self._ask("dead")
         if self.sabotage == "no development routes":
             raise EngineRefusedError("not found", 404)
         if self.sabotage == "same weights":
@@ -104,7 +113,7 @@ class FakeEngine:
             self.weight += 3
 
     async def reset_prefix_cache(self) -> bool:
-        self._ask("reset")
+        await self._ask("reset")
         if self.sabotage == "reset refused":
             self.sabotage = None
             return False
@@ -115,21 +124,21 @@ class FakeEngine:
         return True
 
     async def weight_label(self) -> str | None:
-        self._ask("label?")
+        await self._ask("label?")
         return self.label
 
     async def set_weight_label(self, label: str) -> None:
-        self._ask("label")
+        await self._ask("label")
         self.label = label
 
     async def score(self, model: str, ids: TokenIds, *, cache_salt: str | None = None) -> Logprobs:
-        self._ask(f"score {model}")
+        await self._ask(f"score {model}")
         return model_logprobs(self._weight_of(model), ids)
 
     async def next_logprobs(
         self, model: str, ids: TokenIds, *, cache_salt: str | None = None
     ) -> dict[int, float]:
-        self._ask(f"next {model}")
+        await self._ask(f"next {model}")
         weight = self._weight_of(model)
         cached = self.cache.setdefault((model, cache_salt, tuple(ids)), weight)
         mixed = (weight + cached) / 2  # keys and values of the cached prompt, weights of today

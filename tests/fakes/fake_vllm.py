@@ -119,6 +119,8 @@ class FakeVllm:
             await _json(send, 200, {"count": 5, "max_model_len": 2048, "tokens": PROMPT_IDS})
         elif path in ("/v1/messages/render", "/v1/responses/render"):
             await self._render(body, send)
+        elif path == "/version":
+            await _json(send, 200, {"version": "0.32.0"})
         elif path == "/health":
             await _respond(send, 200, [(b"content-length", b"0")], b"")
         else:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
 
+from lightning_rl.proxy.engines import Engines
 from lightning_rl.proxy.gate import Gate
 from lightning_rl.proxy.policies import LivePolicies, Served
 from lightning_rl.proxy.publisher import Publisher
+from lightning_rl.proxy.swap import Handle, OwnGate, Place
 from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
@@ -35,7 +37,10 @@ class World:
     def restart_proxy(self) -> None:
         self.live = LivePolicies("policy", {}, Gate())
         settings = ProxySettings.load(publish_poll_sec=0.001)
-        self.publisher = Publisher(self.database, self.engine, self.live, settings, drain_timeout_sec=0.2)
+        self.engines = Engines(settings.engine_url)
+        handles = [Handle(self.engine, self.engines.all[0])]
+        place = Place(handles, self.engines, self.live, OwnGate(self.live), hold_timeout_sec=0.2)
+        self.publisher = Publisher(self.database, place, settings)
         self.publisher._looked_at_sec = float("-inf")
 
     def candidate(

@@ -433,7 +433,7 @@ def test_an_engine_that_gives_no_tokens(running: Running) -> None:
 
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
     with running_proxy(tmp_path) as running:
-        running.proxy._upstream.engine_url = "http://127.0.0.1:9"  # type: ignore[union-attr]
+        running.proxy.engines.all[0].url = "http://127.0.0.1:9"
         answer = ask(running.url, f"/episodes/none{CHAT}", chat())
         assert answer.status == 502
         assert "127.0.0.1:9" in json.loads(answer.body)["error"]["message"]

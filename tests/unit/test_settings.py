@@ -80,3 +80,23 @@ def test_a_variable_that_can_not_be_read_is_one_line(monkeypatch):
     monkeypatch.setenv("LIGHTNING_PROXY_ALIASES", "not json")
     with pytest.raises(SettingsError, match="aliases"):
         ProxySettings.load()
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("http://a:1", ("http://a:1",)),
+        (["http://a:1/v1", "http://b:2/"], ("http://a:1", "http://b:2")),
+        ("http://a:1, http://b:2,http://a:1", ("http://a:1", "http://b:2")),
+    ],
+)
+def test_engines_are_one_url_or_a_list(given, urls, monkeypatch):
+    assert ProxySettings.load(engine_url=given).engine_url == urls
+    if isinstance(given, str):
+        monkeypatch.setenv("LIGHTNING_PROXY_ENGINE_URL", given)
+        assert ProxySettings.load().engine_url == urls
+
+
+def test_no_engine_at_all_is_a_mistake():
+    with pytest.raises(SettingsError, match="name at least one engine"):
+        ProxySettings.load(engine_url=[])

@@ -48,7 +48,8 @@ types: | $(INSTALLED)
 	MYPYPATH=build/types:examples/calculator $(BIN)/mypy --explicit-package-bases examples
 
 unit: | $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 tests/unit
+	@# One thread for each of the two test processes: two each would spin against each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
 
 test: check | $(INSTALLED) postgres ## everything but the demo and the benches: real engine, real Postgres
 	@$(MAKE) --no-print-directory model

@@ -99,7 +99,7 @@ class TreeBatch:
     def attention_chunks(self) -> AttentionChunks:
         """The same as `attention_mask`, without the blocks in which nothing sees anything."""
         num_tokens = len(self.input_ids)
-        size = min(_CHUNK_SIZES, key=lambda chunk: _attention_cost(self.depth, chunk))
+        size = _chunk_size(self.depth)
         starts = range(0, num_tokens, size)
         visible = [
             np.concatenate([self._ancestors(a), np.arange(a, min(a + size, num_tokens))]) for a in starts
@@ -121,46 +121,33 @@ class TreeBatch:
         return before[self.exit[:token] > token]
 
 
-@dataclass(frozen=True, slots=True)
-class RowsBatch:
-    """The same choices without sharing, one right-padded row each: for models that can't share, and as
-    reference."""
-
-    input_ids: Ints  # (B, L)
-    attention_mask: Ints  # (B, L) 1 where there is a token
-    terms: LossTerms  # `position` indexes the flattened (B * L)
-    choices: tuple[ChoiceKey, ...]
-    call_tokens: int
-
-
-MicroBatch = TreeBatch | RowsBatch
-
 _CHUNK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _GATHER_COST = 32  # what fetching one key costs, in query-key pairs
 
 
-def _attention_cost(depth: Ints, size: int) -> int:
+def attention_cost(depth: Ints) -> int:
+    """Query-key pairs that the attention of a tree computes, gathering included."""
+    return _chunks_cost(depth, _chunk_size(depth))
+
+
+def _chunk_size(depth: Ints) -> int:
+    return min(_CHUNK_SIZES, key=lambda size: _chunks_cost(depth, size))
+
+
+def _chunks_cost(depth: Ints, size: int) -> int:
     starts = depth[::size]
     return len(starts) * (int(starts.max()) + size) * (size + _GATHER_COST)
 
 
 def tree_batches(transitions: Sequence[Transition], max_tokens: int) -> list[TreeBatch]:
-    """Pack all transitions of a step into trees of at most `max_tokens` unique tokens.
+    """Pack all transitions of a step into trees of at most `max_tokens` unique tokens, or half as many more
+    than the longest sequence has, whichever is larger.
 
-    A sequence is never cut: one that is longer than `max_tokens` gets a micro-batch of its own.
+    A sequence is never cut, so the longest one fits in any case; without room beside it, sequences of about
+    that length would share nothing.
     """
-    return [_tree(part) for part in _parts(transitions, max_tokens)]
-
-
-def rows_batches(transitions: Sequence[Transition], max_tokens: int) -> list[RowsBatch]:
-    """Pack into padded rows of similar length, at most `max_tokens` tokens per micro-batch, padding
-    included."""
-    batches: list[list[Transition]] = []
-    for transition in sorted(transitions, key=lambda t: (len(_context(t)), t.call_id, t.choice_index)):
-        if not batches or (len(batches[-1]) + 1) * len(_context(transition)) > max_tokens:
-            batches.append([])
-        batches[-1].append(transition)
-    return [_rows(part) for part in batches]
+    longest = max((num_context(t) for t in transitions), default=0)
+    return [_tree(part) for part in _parts(transitions, max(max_tokens, longest + max_tokens // 2))]
 
 
 def shared_prefix(a: TokenIds, b: TokenIds) -> int:
@@ -177,11 +164,15 @@ def shared_prefix(a: TokenIds, b: TokenIds) -> int:
     return low
 
 
-def _context(transition: Transition) -> TokenIds:
+def context_of(transition: Transition) -> TokenIds:
     """The tokens that have to be computed: the last sampled one predicts nothing."""
     assert transition.prompt_ids, "a choice without prompt ids is never trained"
     assert transition.completion_ids, "a choice without completion ids is never trained"
     return transition.prompt_ids + transition.completion_ids[:-1]
+
+
+def num_context(transition: Transition) -> int:
+    return len(transition.prompt_ids) + len(transition.completion_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +185,18 @@ class _Placed:
     shared: int
 
 
+def in_tree_order(
+    transitions: Sequence[Transition],
+) -> tuple[list[tuple[TokenIds, Transition]], list[int]]:
+    """The sequences in lexicographic order, and how many leading ids each shares with the one before it."""
+    contexts = [(context_of(t), t) for t in transitions]
+    contexts.sort(key=lambda pair: (pair[0], pair[1].call_id, pair[1].choice_index))
+    return contexts, [0] + [shared_prefix(a, b) for (a, _), (b, _) in pairwise(contexts)]
+
+
 def _parts(transitions: Sequence[Transition], max_tokens: int) -> Iterator[list[_Placed]]:
     """Cut the sorted order into micro-batches, each time at the place of least sharing in the last third."""
-    contexts = [(_context(t), t) for t in transitions]
-    contexts.sort(key=lambda pair: (pair[0], pair[1].call_id, pair[1].choice_index))
-    shared = [0] + [shared_prefix(a, b) for (a, _), (b, _) in pairwise(contexts)]
+    contexts, shared = in_tree_order(transitions)
     start = 0
     while start < len(contexts):
         end, tokens = start, 0
@@ -248,34 +246,13 @@ def _tree(part: Sequence[_Placed]) -> TreeBatch:
         input_ids=np.array(ids, dtype=np.int64),
         depth=np.array(depth, dtype=np.int64),
         exit=np.array(exits, dtype=np.int64),
-        terms=_terms(chosen, rows),
+        terms=loss_terms(chosen, rows),
         choices=tuple((t.call_id, t.choice_index) for t in chosen),
-        call_tokens=_call_tokens(chosen),
+        call_tokens=num_call_tokens(chosen),
     )
 
 
-def _rows(part: Sequence[Transition]) -> RowsBatch:
-    contexts = [_context(transition) for transition in part]
-    width = max(len(context) for context in contexts)
-    input_ids = np.zeros((len(part), width), dtype=np.int64)
-    attention_mask = np.zeros((len(part), width), dtype=np.int64)
-    for row, context in enumerate(contexts):
-        input_ids[row, : len(context)] = context
-        attention_mask[row, : len(context)] = 1
-    positions = [
-        list(range(row * width + len(t.prompt_ids) - 1, row * width + len(context)))
-        for row, (t, context) in enumerate(zip(part, contexts, strict=True))
-    ]
-    return RowsBatch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        terms=_terms(part, positions),
-        choices=tuple((t.call_id, t.choice_index) for t in part),
-        call_tokens=_call_tokens(part),
-    )
-
-
-def _terms(transitions: Sequence[Transition], positions: Sequence[Sequence[int]]) -> LossTerms:
+def loss_terms(transitions: Sequence[Transition], positions: Sequence[Sequence[int]]) -> LossTerms:
     """`positions[i]` holds, for each sampled token of transition i, where the token before it is."""
     lengths = [len(t.completion_ids) for t in transitions]
     assert lengths == [len(p) for p in positions], "one predicting position per sampled token"
@@ -297,5 +274,5 @@ def _terms(transitions: Sequence[Transition], positions: Sequence[Sequence[int]]
     )
 
 
-def _call_tokens(transitions: Sequence[Transition]) -> int:
+def num_call_tokens(transitions: Sequence[Transition]) -> int:
     return sum(len(t.prompt_ids) + len(t.completion_ids) for t in transitions)

@@ -27,7 +27,8 @@ from torch.nn import functional
 from ..errors import UserError
 from ..records import TokenIds, Transition, logprobs, token_ids
 from .attention import TreeAttention
-from .batch import MicroBatch, TreeBatch, rows_batches, tree_batches
+from .batch import TreeBatch
+from .packing import MicroBatch, ModelShape, cheapest_batches
 from .scoring import on_device
 
 ADAPTER = "critic"
@@ -132,11 +133,8 @@ class AdapterBody:
 class Critic:
     """Values of calls, and the step that makes them better. One device; float32 head."""
 
-    def __init__(
-        self, body: Body, settings: CriticSettings, device: torch.device, *, shares_prefixes: bool
-    ) -> None:
-        self._body, self._settings, self._device = body, settings, device
-        self._pack = tree_batches if shares_prefixes else rows_batches
+    def __init__(self, body: Body, settings: CriticSettings, shape: ModelShape, device: torch.device) -> None:
+        self._body, self._settings, self._shape, self._device = body, settings, shape, device
         self._head = torch.nn.Linear(body.hidden_size, 1, device=device, dtype=torch.float32)
         # A head of zeros: every call is worth nothing (or one half) until something was learnt.
         torch.nn.init.zeros_(self._head.weight)
@@ -223,7 +221,7 @@ class Critic:
             Transition(str(i), 0, ids, token_ids([0]), logprobs([0.0]), 1.0, 0.0, 0.0)
             for i, ids in enumerate(prompts)
         ]
-        for batch in self._pack(asked, self._settings.micro_batch_tokens):
+        for batch in cheapest_batches(asked, self._settings.micro_batch_tokens, self._shape):
             yield batch, [int(batch.choices[row][0]) for row in batch.terms.row]
 
     # --- kept between runs ---

@@ -29,10 +29,10 @@ from ..store.policies import add_candidate, live_version, versions
 from ..store.read import load_groups
 from ..store.runs import add_manifest, create_run, end_run, finish_step
 from . import models
-from .batch import MicroBatch, rows_batches, tree_batches
 from .candidate import Handover, Probe
 from .manifest_files import WrittenPlan, read_plan
 from .metrics import StepMetrics
+from .packing import MicroBatch, cheapest_batches
 from .plan import StepPlan, transitions
 from .planning import Planner, plan_settings
 from .report import RunReport, StepLine
@@ -158,14 +158,16 @@ class TrainingRun:
                 groups = load_groups(conn, ids)
             yield replace(plan, manifest=manifest), groups
 
-    def _steps(self, trainer: StepTrainer, tokenizer: Any, report: RunReport) -> Iterator[list[MicroBatch]]:
+    def _steps(
+        self, trainer: StepTrainer, tokenizer: Any, report: RunReport
+    ) -> Iterator[Sequence[MicroBatch]]:
         """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
-        tree = models.shares_prefixes(trainer.model.config)
-        if not tree:
+        shape = models.shape_of(trainer.model)
+        if not shape.shares_prefixes:
             report.message(
-                "this model can't share prefixes (sliding or linear attention): computing padded rows"
+                "this model can't share prefixes (sliding or linear attention): computing rows of whole "
+                "sequences"
             )
-        pack = tree_batches if tree else rows_batches
         num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
         for plan, groups in self._plans(report):
             began = time.monotonic()
@@ -180,7 +182,7 @@ class TrainingRun:
                 self._finish_empty(plan, line, report)
                 continue
             probe = Probe.before_step(trainer, trained, self.settings.micro_batch_tokens)
-            batches: list[MicroBatch] = [*pack(trained, self.settings.micro_batch_tokens)]
+            batches = cheapest_batches(trained, self.settings.micro_batch_tokens, shape)
             trainer.on_micro_batch = partial(report.doing, f"step {line.step}")
             started = time.monotonic()
             yield batches

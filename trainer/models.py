@@ -17,6 +17,7 @@ from ..engine.probes import PROBE_TEXT, tokenizer_probe
 from ..errors import ModelMismatchError, UserError
 from ..records import Fingerprint, PolicyVersion, Transition, WeightsKind
 from ..settings import TrainSettings
+from .packing import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,21 @@ def shares_prefixes(config: Any) -> bool:
         kinds == {"full_attention"}
         and not getattr(text, "use_sliding_window", False)
         and not (getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None))
+    )
+
+
+def shape_of(model: Any) -> ModelShape:
+    """What computing with this model costs, for the choice between a prefix tree and rows."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    text = base.config.get_text_config()
+    heads = int(text.num_attention_heads)
+    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    body = base.base_model
+    embeddings = sum(parameter.numel() for parameter in body.get_input_embeddings().parameters())
+    return ModelShape(
+        per_token=float(sum(parameter.numel() for parameter in body.parameters()) - embeddings),
+        per_pair=2.0 * heads * head_dim * int(text.num_hidden_layers),
+        shares_prefixes=shares_prefixes(base.config),
     )
 
 

@@ -42,8 +42,9 @@ finally:
 
 from ..records import Logprobs, TokenIds, Transition, logprobs
 from .attention import TreeAttention
-from .batch import MicroBatch, TreeBatch, tree_batches
+from .batch import TreeBatch, tree_batches
 from .metrics import StepMetrics
+from .packing import MicroBatch
 from .scoring import add_scoring_head, on_device
 
 _VOCABULARY_CHUNK = 32768

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.records import token_ids
-from lightning_rl.trainer.batch import TreeBatch, rows_batches, shared_prefix, tree_batches
+from lightning_rl.trainer.batch import TreeBatch, shared_prefix, tree_batches
+from lightning_rl.trainer.rows import merged_batches, rows_batches
 
 UNBOUNDED = 10**9
 
@@ -105,12 +106,14 @@ def test_packing_cuts_at_the_shortest_shared_prefix():
     assert [len(batch.input_ids) for batch in batches] == [8, 8]
 
 
-def test_a_sequence_longer_than_the_budget_gets_a_batch_of_its_own():
-    long = transition("long", list(range(100)), [1])
-    short = [transition(f"s{i}", [i + 1, i + 2], [1]) for i in range(4)]
-    batches = tree_batches([*short, long], 8)
+def test_sequences_longer_than_the_budget_are_whole_and_still_share():
+    prompt = list(range(100))
+    made = [transition(f"long{i}", [*prompt, 200 + i], [1]) for i in range(4)]
+    (batch,) = tree_batches(made, 8)
+    assert len(batch.input_ids) == 104
+    other = transition("other", list(range(300, 380)), [1])
+    batches = tree_batches([*made, other], 8)
     assert sorted(len(batch.choices) for batch in batches) == [1, 4]
-    assert max(len(batch.input_ids) for batch in batches) == 100
 
 
 def test_rows_have_padding_and_the_same_terms():
@@ -149,8 +152,8 @@ def test_every_sequence_can_be_read_back_from_the_tree(made, max_tokens):
     by_name = {t.call_id: t for t in made}
     seen = []
     for batch in tree_batches(made, max_tokens):
-        longest = max(len(t.prompt_ids) + len(t.completion_ids) for t in made)
-        assert len(batch.input_ids) <= max(max_tokens, longest)
+        longest = max(len(t.prompt_ids) + len(t.completion_ids) - 1 for t in made)
+        assert len(batch.input_ids) <= max(max_tokens, longest + max_tokens // 2)
         terms = batch.terms
         for i in range(len(terms)):
             source = by_name[batch.choices[terms.row[i]][0]]
@@ -168,7 +171,29 @@ def test_every_sequence_can_be_read_back_from_the_tree(made, max_tokens):
 def test_tree_and_rows_hold_the_same_terms_each_once(made, max_tokens):
     tree = samples(tree_batches(made, max_tokens))
     assert tree == samples(rows_batches(made, max_tokens))
+    assert tree == samples(merged_batches(made, max_tokens))
     assert sum(map(len, tree.values())) == sum(len(t.completion_ids) for t in made)
+
+
+@settings(deadline=None)
+@given(transitions, st.integers(1, 60))
+def test_every_sequence_can_be_read_back_from_merged_rows(made, max_tokens):
+    by_name = {t.call_id: t for t in made}
+    rows = 0
+    for batch in merged_batches(made, max_tokens):
+        width = batch.input_ids.shape[1]
+        assert len(batch.input_ids) == 1 or batch.input_ids.size <= max_tokens
+        rows += len(batch.input_ids)
+        for i, position in enumerate(batch.terms.position):
+            source = by_name[batch.choices[batch.terms.row[i]][0]]
+            whole = [*source.prompt_ids, *source.completion_ids]
+            k = len(source.prompt_ids) + int(batch.terms.column[i])
+            row, column = divmod(int(position), width)
+            assert batch.input_ids[row, : column + 1].tolist() == whole[:k]
+            assert batch.attention_mask[row, : column + 1].all()
+    sequences = {tuple([*t.prompt_ids, *t.completion_ids][:-1]) for t in made}
+    begins = {s for s in sequences if any(other[: len(s)] == s for other in sequences if other != s)}
+    assert rows == len(sequences - begins)
 
 
 @settings(deadline=None)

@@ -16,14 +16,17 @@ from lightning_rl.trainer.critic import (
     OwnBody,
     explained_variance,
 )
+from lightning_rl.trainer.packing import ModelShape
 
+SHAPE = ModelShape(per_token=1e4, per_pair=1.0, shares_prefixes=True)
+ROWS = ModelShape(per_token=1e4, per_pair=1.0, shares_prefixes=False)
 PROMPTS = [token_ids(ids) for ids in ([5, 6, 7], [5, 6, 7, 8, 9], [5, 6, 10], [11], [5, 6, 7])]
 
 
 def own(settings: CriticSettings | None = None, *, shares: bool = True, model: Any = None) -> Critic:
     backbone = (model or tiny_models.llama()).base_model
     settings = settings or CriticSettings(learning_rate=1e-3)
-    return Critic(OwnBody(backbone), settings, torch.device("cpu"), shares_prefixes=shares)
+    return Critic(OwnBody(backbone), settings, SHAPE if shares else ROWS, torch.device("cpu"))
 
 
 def with_head(critic: Critic) -> Critic:
@@ -108,7 +111,7 @@ def adapted() -> tuple[Any, Critic]:
             if "lora_B" in name:
                 value.normal_(std=0.1)
     body = AdapterBody(model, config)
-    return model, Critic(body, CriticSettings(learning_rate=1e-2), torch.device("cpu"), shares_prefixes=True)
+    return model, Critic(body, CriticSettings(learning_rate=1e-2), SHAPE, torch.device("cpu"))
 
 
 def test_a_critic_on_an_adapter_leaves_the_policy_alone() -> None:

@@ -19,7 +19,8 @@ from peft import LoraConfig, get_peft_model
 
 from lightning_rl.records import Transition, token_ids
 from lightning_rl.trainer import scoring
-from lightning_rl.trainer.batch import rows_batches, tree_batches
+from lightning_rl.trainer.batch import tree_batches
+from lightning_rl.trainer.rows import merged_batches, rows_batches
 from lightning_rl.trainer.trl_bridge import (
     BridgeSettings,
     ChunkedLogProbFunction,
@@ -130,6 +131,8 @@ def model(request):
         (tree_batches, 4096, scoring.HELD_LOGITS),
         (tree_batches, 4096, 0),  # TRL's chunked head
         (rows_batches, 30, 0),
+        (merged_batches, 30, 0),
+        (merged_batches, 4096, scoring.HELD_LOGITS),
         (rows_batches, 4096, scoring.HELD_LOGITS),
     ],
 )

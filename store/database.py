@@ -19,6 +19,7 @@ from sqlalchemy import event
 
 from ..errors import StoreError
 from . import upgrade
+from .wal import WalKeeper
 
 BUSY_TIMEOUT_MS = 30_000
 """How long a SQLite writer waits for another process's transaction. Ours last milliseconds."""
@@ -40,6 +41,7 @@ class Database:
         self.url = url
         self.engine = engine
         self._file: tuple[Path, tuple[int, int]] | None = None  # SQLite: the file, and which one it was
+        self._wal: WalKeeper | None = None
 
     @classmethod
     def open(cls, url: str, *, migrate: bool = True, must_exist: bool = False) -> Self:
@@ -65,6 +67,7 @@ class Database:
         if parsed.drivername == "sqlite":
             file = Path(str(parsed.database)).absolute()
             database._file = (file, _identity(file))
+            database._wal = WalKeeper(file)
         return database
 
     @property
@@ -92,6 +95,8 @@ class Database:
             conn.execution_options(sqlite_begin="BEGIN IMMEDIATE")
             with conn.begin():
                 yield conn
+            if self._wal is not None:
+                self._wal.after_commit(conn.connection.driver_connection, BUSY_TIMEOUT_MS)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -183,6 +188,8 @@ def _set_pragmas(connection: Any, _record: Any) -> None:
         # for many answers.
         "synchronous = FULL",
         f"journal_size_limit = {64 * 1024 * 1024}",  # bytes of WAL kept after a checkpoint
+        # What is deleted is overwritten with zeros, also where an update moves a row.
+        "secure_delete = ON",
         "temp_store = MEMORY",
     ):
         connection.execute(f"PRAGMA {pragma}")
@@ -199,6 +206,9 @@ def _switch_to_wal(engine: sa.Engine) -> None:
         cursor = conn.connection.cursor()  # the driver's own: the pragma is refused inside a transaction
         while True:
             try:
+                # So that deletion can give pages back without a rewrite; can be chosen while the file is empty.
+                if cursor.execute("PRAGMA page_count").fetchone() == (0,):
+                    cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 cursor.execute("PRAGMA journal_mode = WAL")
                 cursor.close()
                 return

@@ -16,6 +16,7 @@ from ..records import EpisodeStatus, Purpose, Reward, RewardTarget, now_ms
 from .events import add_event
 from .placement import EpisodeRow, insert_episodes, insert_groups, lock_rows, read_rows, write_rows
 from .schema import calls, choices, episodes, events, groups, rewards
+from .sharing import refer
 from .statements import insert_missing, optional_text, storable_json, storable_text
 
 MAX_REWARD = 1e100
@@ -44,6 +45,7 @@ def create_episode(
         raise UserError(
             f"expected_size of episode {episode_id!r} is {expected_size}; a group has at least one"
         )
+    refer(conn)  # to a group that may be about to lose its last episode
     before = read_rows(conn, [episode_id]).get(episode_id, EpisodeRow(episode_id, created_at_ms=now_ms()))
     had_group = before.group_id
     before.adopt_group(task_id, batch)

@@ -1,4 +1,4 @@
-"""The lock between those who refer to shared rows (token blocks, body parts) and those who collect them.
+"""The lock between those who refer to shared rows (blocks, parts, groups) and those who collect them.
 
 A writer finds that a block is there already and refers to it, without writing it again: between the two,
 nobody may collect that block. Writers share the lock, collectors have it for themselves; both hold it until

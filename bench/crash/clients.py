@@ -27,10 +27,13 @@ class Seen:
     cut: dict[str, float] = field(default_factory=dict)
     """How long calls had been on the way when their proxy was killed."""
 
-    def killed(self) -> None:
-        """Call right after a kill, before anything else can happen."""
+    def killed(self, *, could_write: bool) -> None:
+        """Call right after a kill, before anything else can happen.
+
+        `could_write` False: the database was down, so that no row can be expected of those on the way.
+        """
         now = time.monotonic()
-        self.cut.update((call, now - since) for call, since in self.running.items())
+        self.cut.update((call, now - since if could_write else 0.0) for call, since in self.running.items())
 
 
 @dataclass(slots=True)

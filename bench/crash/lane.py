@@ -78,15 +78,14 @@ class Lane:
                 standby = asyncio.create_task(self._start(db))
                 target.url = proxy.url
                 await asyncio.sleep(rng.uniform(MIN_ALIVE_SEC, MAX_ALIVE_SEC))
-                crashes_server = (
-                    self.crash_every and self.tally.kills % self.crash_every == self.crash_every - 1
-                )
+                nth = self.tally.kills + 1
+                crashes_server = self.crash_every > 0 and nth % self.crash_every == 0
                 if crashes_server:
                     await self._crash_server(rng, seen, proxy)
                 assert not proxy.has_ended, f"{self.name}: a proxy ended by itself"
                 target.url = None
                 proxy.kill()
-                seen.killed()
+                seen.killed(could_write=not crashes_server)
                 await proxy.gone()
                 self.tally.kills += 1
                 self.on_kill()

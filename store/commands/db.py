@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from ...settings import DEFAULT_DB
+from .db_prune import prune
 from .db_verify import verify
 from .options import DbOption
 
 db_app = typer.Typer(no_args_is_help=True, help="The log's database: upgrade it, check it.")
 db_app.command()(verify)
+db_app.command()(prune)
 
 
 @db_app.command()

@@ -16,6 +16,7 @@ from lightning_rl.records import Episode, EpisodeStatus, Reward, RewardTarget
 from lightning_rl.store import read
 from lightning_rl.store.commands import db_app, reward_app
 from lightning_rl.store.database import Database
+from lightning_rl.store.upgrade import HEAD
 
 app = typer.Typer()
 app.add_typer(reward_app, name="reward")
@@ -112,5 +113,5 @@ def test_db_upgrade_and_check(database: Database, tmp_path: Path) -> None:
     assert run("db", "upgrade", "--db", new).exit_code == 0
     result = run("db", "check", "--json", "--db", new)
     assert result.exit_code == 0
-    assert json.loads(result.output) == {"db": new, "schema": "0004", "current": True, "problem": None}
-    assert run("db", "check").output.endswith("schema 0004 is current\n")
+    assert json.loads(result.output) == {"db": new, "schema": HEAD, "current": True, "problem": None}
+    assert run("db", "check").output.endswith(f"schema {HEAD} is current\n")

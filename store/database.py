@@ -206,7 +206,7 @@ def _switch_to_wal(engine: sa.Engine) -> None:
         cursor = conn.connection.cursor()  # the driver's own: the pragma is refused inside a transaction
         while True:
             try:
-                # So that deletion can give pages back without a rewrite; can be chosen while the file is empty.
+                # So that deletion can give pages back without a rewrite; chosen while the file is empty.
                 if cursor.execute("PRAGMA page_count").fetchone() == (0,):
                     cursor.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 cursor.execute("PRAGMA journal_mode = WAL")

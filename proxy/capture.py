@@ -26,6 +26,7 @@ from ..records import (
     token_ids,
 )
 from .assemble import MessageParts
+from .plain_chunks import PlainChunks
 from .request import Request
 from .splice import parse
 
@@ -124,6 +125,22 @@ class Answer:
         if reported is not None:
             parts.usage_tokens = reported
 
+    def take_plain(self, chunks: PlainChunks) -> None:
+        """Add chunks of one token each, all of the first choice."""
+        parts = self.choices.get(0)
+        if parts is None:
+            parts = self.choices[0] = _ChoiceParts(0)
+        docs = _parse_all(
+            [b"[" + b",".join(part) + b"]" for part in (chunks.ids, chunks.logprobs, chunks.texts)]
+        )
+        if len(docs) < 3:  # something in them is no JSON after all
+            self.is_damaged = True
+            return
+        ids, values, texts = docs
+        parts.ids = ids if parts.ids is None else parts.ids + ids
+        parts.logprobs = values if parts.logprobs is None else parts.logprobs + values
+        parts.parts.add({chunks.field: "".join(texts)})
+
     def reported_tokens(self) -> int | None:
         """The engine's own count of completion tokens over all choices."""
         if self.usage_tokens is not None:
@@ -135,10 +152,11 @@ class Answer:
 class StreamReader:
     """Feeds the events of a stream to an Answer, in batches: parsing many chunks at once is cheaper."""
 
-    __slots__ = ("_num_choices", "_pending", "_pending_bytes", "answer", "has_ended")
+    __slots__ = ("_num_choices", "_pending", "_pending_bytes", "answer", "has_ended", "plain")
 
     def __init__(self, num_choices: int) -> None:
         self.answer = Answer()
+        self.plain: PlainChunks | None = None  # where chunks of the commonest form are taken, not added
         self.has_ended = False  # the part that is held back begins: last finish chunk, error or [DONE]
         self._num_choices = num_choices
         self._pending: list[bytes] = []
@@ -146,6 +164,8 @@ class StreamReader:
 
     def add(self, data: bytes) -> None:
         """One event's data."""
+        if self.plain is not None and self.plain.ids:
+            self.parse()  # they came before it
         if not data.startswith(b"{"):
             data = data.strip()
             self.has_ended = self.has_ended or data == b"[DONE]"
@@ -171,6 +191,9 @@ class StreamReader:
             for doc in docs:
                 if isinstance(doc, dict):
                     self.answer.take(doc, is_chunk=True)
+        if self.plain is not None and self.plain.ids:
+            self.answer.take_plain(self.plain)
+            self.plain.clear()
         return self.answer
 
 

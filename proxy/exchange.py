@@ -22,6 +22,7 @@ from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
 from .engines import EngineState
 from .incoming import Incoming, Parts, make_intent
 from .inject import Injection, inject
+from .plain_chunks import PlainChunks
 from .policies import Lease
 from .request import Request, read_request
 from .splice import parse
@@ -254,6 +255,7 @@ class Exchange:
             headers = [pair for pair in headers if pair[0] != b"content-length"]
         await self._client.start(answer.status, headers)
         framer = Framer()
+        reader.plain = PlainChunks(self._injection.undo_block)
         held: list[bytes] = []
         fault: BaseException | None = None
         try:
@@ -282,11 +284,15 @@ class Exchange:
         ready: list[bytes] = []
         undo = self._injection.undo_block
         holds = self._parts.holds_ends
+        plain = reader.plain
         for block in blocks:
-            data = data_of(block)
-            if data is not None:
-                reader.add(data)
-            (held if holds and reader.has_ended else ready).append(undo(block))
+            seen = None if plain is None or reader.has_ended else plain.take(block)
+            if seen is None:
+                data = data_of(block)
+                if data is not None:
+                    reader.add(data)
+                seen = undo(block)
+            (held if holds and reader.has_ended else ready).append(seen)
         return ready[0] if len(ready) == 1 else b"".join(ready)
 
     # --- the row ---

@@ -31,6 +31,7 @@ _ALIAS_HEADERS = {
 
 _PATH = re.compile(rb"((?:/(?:episodes|tasks|batches|agents)/[^/]*)+)(/.*)", re.DOTALL)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _KEY_PREFIX = "lk-"
 
 
@@ -149,6 +150,8 @@ def _fault(name: str) -> str | None:
         return f"is longer than {MAX_NAME_CHARS} characters"
     if _UNPRINTABLE.search(name):
         return "has control characters"
+    if not name.isascii() and _SURROGATE.search(name):
+        return "has half characters (lone surrogates)"
     if name.startswith(_KEY_PREFIX) and is_episode_key(name.encode()):
         return "is an episode key; send it as the API key"  # a name is written to the log, a key never
     return None

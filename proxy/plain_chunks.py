@@ -2,8 +2,8 @@
 
 Nearly all chunks of a long answer are such. One look at the bytes (a match of the whole event, to its last
 byte) gives what is recorded and what the agent is to see. What that is, inject.py says: its word for the
-first such chunk of a stream holds for the others. Where it says something else than expected, or where a chunk
-looks any different, it is left to the slow way. Knows nothing of how an answer is put together.
+first such chunk of a stream holds for the others. Where it says something else than expected, or where a
+chunk looks any different, it is left to the slow way. Knows nothing of how an answer is put together.
 """
 
 from __future__ import annotations

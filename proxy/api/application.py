@@ -11,6 +11,7 @@ from ... import __version__
 from ...errors import LightningError, UnknownEpisodeError, UserError
 from . import curation, episodes, metrics, policies, rewards, status
 from .context import ApiContext
+from .mistakes import one_line
 
 
 def create_api(context: ApiContext) -> FastAPI:
@@ -32,7 +33,10 @@ def create_api(context: ApiContext) -> FastAPI:
 
 def _error(status: int, message: str) -> JSONResponse:
     headers = {"retry-after": "1"} if status == 503 else None
-    return JSONResponse({"error": {"message": message}}, status_code=status, headers=headers)
+    shown = message.encode(
+        "utf-8", "replace"
+    ).decode()  # it may quote what can't be written, a lone surrogate
+    return JSONResponse({"error": {"message": shown}}, status_code=status, headers=headers)
 
 
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
@@ -45,10 +49,7 @@ async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    return _error(422, f"{where}: {first['msg']}{more}")
+    return _error(422, one_line(error.errors()))
 
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:

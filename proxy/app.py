@@ -108,7 +108,8 @@ class ProxyApp:
         elif kind == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1000})
+            assert self._relay is not None, "the lifespan has not started"
+            await self._relay.websocket(scope, receive, send)
 
     async def _serve_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = self._token is None or scope["path"] == "/healthz"

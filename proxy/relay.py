@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from ..errors import EngineError, StoreError, UserError
-from .address import read_address
+from .address import Address, read_address
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from .engines import EngineState
 from .exchange import serve_call
@@ -24,9 +24,10 @@ from .inject import Injection, inject
 from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_url, holds_token, sent_keys
 from .policies import Served
 from .request import read_request
-from .routes import Route, find_route
+from .routes import Route, find_route, is_websocket_route
 from .splice import Edit, apply, locate, parse
 from .upstream import CONNECT_FAILURES, FAILURES, Headers, response_headers
+from .websocket import pass_websocket, refuse_websocket
 
 logger = logging.getLogger("lightning.relay")
 
@@ -45,25 +46,12 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         client = Client(receive, send, self._max_body_bytes)
-        sent = sent_keys(headers)
         try:
-            key = await self._keys.find(sent)
-            is_trusted = self._token is None or holds_token(sent, self._token)
-            if not is_trusted and key is None:
-                raise RefusedKeyError(REFUSAL)
-            check_url(scope["raw_path"], scope["query_string"], self._token)
-            address = read_address(scope["raw_path"], headers, sent)
-        except RefusedKeyError as error:
-            await client.refuse(401, str(error))
+            address, is_trusted = await self._admit(scope)
+        except (UserError, StoreError) as error:
+            status, text = _refusal(error)
+            await client.refuse(status, text, retry_after_sec=1 if status == 503 else None)
             return
-        except UserError as error:
-            await client.refuse(400, str(error))
-            return
-        except StoreError as error:
-            await client.refuse(503, f"the API key can't be looked up: {error}", retry_after_sec=1)
-            return
-        if key is not None:
-            address = address.with_key(key.episode_id, key.agent)
         route = find_route(address.engine_path)
         if route is None:
             # Word for word what the engine says of routes that it does not have.
@@ -73,9 +61,7 @@ class Relay:
         if not (is_trusted or is_call or _shows_models(scope["method"], route)):
             await client.refuse(403, "an episode key is for calls that are recorded; send the proxy's token")
             return
-        query: bytes = scope["query_string"]
-        path_and_query = (address.engine_path + (b"?" + query if query else b"")).decode("latin-1")
-        incoming = Incoming(route, address, headers, path_and_query)
+        incoming = Incoming(route, address, headers, _path_and_query(address, scope))
         try:
             if is_call:
                 await serve_call(self._parts, client, incoming)
@@ -83,6 +69,40 @@ class Relay:
                 await self._pass(scope["method"], client, incoming)
         finally:
             client.close()
+
+    async def websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The engine's WebSocket routes, for whoever has the proxy's token: nothing of them is recorded."""
+        try:
+            address, is_trusted = await self._admit(scope)
+            if not is_trusted:
+                raise RefusedKeyError("an episode key is for calls that are recorded; send the proxy's token")
+        except (UserError, StoreError) as error:
+            status, text = _refusal(error)
+            await refuse_websocket(send, status, text)
+            return
+        if not is_websocket_route(address.engine_path):
+            await send({"type": "websocket.close"})  # 403, as the engine's own server says it
+            return
+        episode = address.marks[0][1] if address.marks else None
+        engine = self._parts.engines.choose(episode, None, any_engine=True)
+        await pass_websocket(
+            "ws" + engine.url.removeprefix("http") + _path_and_query(address, scope),
+            self._parts.upstream.request_headers(scope["headers"]),
+            scope,
+            receive,
+            send,
+        )
+
+    async def _admit(self, scope: Scope) -> tuple[Address, bool]:
+        """Who is calling, and whether with the proxy's own token. Raises UserError, StoreError."""
+        sent = sent_keys(scope["headers"])
+        key = await self._keys.find(sent)
+        is_trusted = self._token is None or holds_token(sent, self._token)
+        if not is_trusted and key is None:
+            raise RefusedKeyError(REFUSAL)
+        check_url(scope["raw_path"], scope["query_string"], self._token)
+        address = read_address(scope["raw_path"], scope["headers"], sent)
+        return (address if key is None else address.with_key(key.episode_id, key.agent)), is_trusted
 
     async def _pass(self, method: str, client: Client, incoming: Incoming) -> None:
         """A route without a row: stream the request up and the answer down."""
@@ -220,6 +240,17 @@ class Relay:
             return body
         end = spans[-1].end - 1  # before the closing bracket
         return apply(body, [Edit(end, end, b"," + b",".join(added))])
+
+
+def _refusal(error: UserError | StoreError) -> tuple[int, str]:
+    if isinstance(error, StoreError):
+        return 503, f"the API key can't be looked up: {error}"
+    return 401 if isinstance(error, RefusedKeyError) else 400, str(error)
+
+
+def _path_and_query(address: Address, scope: Scope) -> str:
+    query: bytes = scope["query_string"]
+    return (address.engine_path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 def _shows_models(method: str, route: Route) -> bool:

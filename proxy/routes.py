@@ -68,6 +68,8 @@ _PLAIN = (
     "/version",
 )
 
+_WEBSOCKETS = frozenset(("/v1/realtime",))
+
 _ROUTES = {path: Route(path) for path in _PLAIN} | {
     path: Route(path, dialect) for path, dialect in _GENERATION.items()
 }
@@ -76,12 +78,18 @@ _STORED_RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]+(/cancel)?")
 
 def find_route(raw_path: bytes) -> Route | None:
     """The route that the engine would take for this path; None: it does not pass."""
-    path = (
-        unquote_to_bytes(raw_path).decode("utf-8", "replace")
-        if b"%" in raw_path
-        else raw_path.decode("latin-1")
-    )
+    path = _decoded(raw_path)
     route = _ROUTES.get(path)
     if route is None and _STORED_RESPONSE.fullmatch(path):
         return Route(path)
     return route
+
+
+def is_websocket_route(raw_path: bytes) -> bool:
+    return _decoded(raw_path) in _WEBSOCKETS
+
+
+def _decoded(raw_path: bytes) -> str:
+    if b"%" in raw_path:
+        return unquote_to_bytes(raw_path).decode("utf-8", "replace")
+    return raw_path.decode("latin-1")

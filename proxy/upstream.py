@@ -92,6 +92,13 @@ class Upstream:
             allow_redirects=False,
         )
 
+    def request_headers(self, headers: Headers) -> list[tuple[str, str]]:
+        """What the engine is sent of the client's headers, with the engine's key."""
+        forwarded = request_headers(headers)
+        if self._authorization is not None:
+            forwarded.append(("authorization", self._authorization))
+        return forwarded
+
 
 @lru_cache(maxsize=1024)
 def _url(text: str) -> URL:

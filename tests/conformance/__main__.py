@@ -8,6 +8,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from .blocked import blocked
+from .cases_websocket import CONVERSATIONS, run_conversation
 from .catalogue import all_cases
 from .compare import run_case
 from .running import running
@@ -35,6 +37,20 @@ def main() -> int:
                 print(f"{group:<24} {identical:>4} of {len(chosen):>4} identical", flush=True)
             num_cases += len(chosen)
             num_identical += identical
+        chosen_talks = [c for c in CONVERSATIONS if not only or any(c.name.startswith(o) for o in only)]
+        same = 0
+        for conversation in chosen_talks:
+            found = run_conversation(system, conversation)
+            same += not found
+            faults += [f"{conversation.name}: {fault}" for fault in found]
+        if chosen_talks:
+            print(f"{'WebSocket':<24} {same:>4} of {len(chosen_talks):>4} identical", flush=True)
+        num_cases += len(chosen_talks)
+        num_identical += same
+        if not only or "blocked" in only:
+            num_tried, passed = blocked(system)
+            print(f"{'admin routes':<24} {num_tried - len(passed):>4} of {num_tried:>4} blocked", flush=True)
+            faults += passed
         if (traceback := system.traceback()) is not None:
             faults.append(f"the proxy wrote a traceback: {traceback}")
     for line in left_out:

@@ -67,6 +67,7 @@ class ReplayEngine:
         self.note: Callable[[Asked], None] = lambda asked: None
         self.num_open = 0  # requests that are being answered
         self.num_connections = 0
+        self.num_websockets = 0
         self.num_left = 0  # requests whose client went away before their answer's end
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +90,11 @@ class ReplayEngine:
         asked = Asked(method, target, pairs, b"", head)
         if asked.values(b"upgrade") == [b"websocket"]:
             self.note(asked)
-            await self._serve_websocket(head, reader, writer)
+            self.num_websockets += 1
+            try:
+                await self._serve_websocket(head, reader, writer)
+            finally:
+                self.num_websockets -= 1
             return False
         if self.is_early(asked):
             reply = self.answer(asked)
@@ -146,25 +151,25 @@ class ReplayEngine:
     async def _serve_websocket(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        handshake, take_event = self.ws_handshake, self.ws_event
         protocol = ServerProtocol(max_size=None)
         protocol.receive_data(head)
         while True:
             for event in protocol.events_received():
                 if isinstance(event, Handshake):
-                    assert self.ws_handshake is not None
-                    response = self.ws_handshake(protocol, event)
+                    assert handshake is not None
+                    response = handshake(protocol, event)
                     if isinstance(response, bytes):  # a refusal in the case's own words
                         writer.write(response)
                         await writer.drain()
                         return
-                elif self.ws_event is not None:
-                    self.ws_event(protocol, event)
-            for data in protocol.data_to_send():
-                if data:
-                    writer.write(data)
+                elif take_event is not None:
+                    take_event(protocol, event)
+            outgoing = protocol.data_to_send()
+            writer.write(b"".join(outgoing))
             await writer.drain()
-            if protocol.close_expected():
-                await asyncio.sleep(0.02)
+            if b"" in outgoing:  # both have said that they close
+                return
             data = await reader.read(1 << 16)
             if not data:
                 protocol.receive_eof()

@@ -49,6 +49,7 @@ def running_proxy(
                 proxy,
                 lifespan="on",
                 http="httptools",
+                ws="websockets-sansio",
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=5,

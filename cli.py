@@ -19,6 +19,7 @@ from .proxy.commands import app as proxy_app
 from .store.commands import calls_app, db_app, doctor, episodes_app, reward_app
 from .trainer.commands import train
 from .trainer.credit.commands import credit_app
+from .trainer.judging_commands import run_judge
 
 
 class _OneLineErrors(TyperGroup):
@@ -59,6 +60,7 @@ def _root(
 
 app.add_typer(engine_app, name="engine")
 app.add_typer(proxy_app, name="proxy")
+reward_app.command("run")(run_judge)
 app.add_typer(reward_app, name="reward")
 app.add_typer(episodes_app, name="episodes")
 app.add_typer(calls_app, name="calls")

@@ -1,68 +1,75 @@
-"""Rewards: append one. Nothing is ever overwritten; a later row may supersede an earlier one."""
+"""Rewards: append one or many, and what those of an episode come to.
+
+Nothing is ever overwritten; a later row may supersede an earlier one.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Request
+from pydantic import Field
 
-from ...records import Reward, RewardTarget, new_id, now_ms
+from ...errors import UserError
+from ...records import Reward
 from ...store.append import add_reward
-from .context import Context, Name
+from ...store.reward_lines import NumberedReward, RewardLine, read_lines
+from ...store.reward_rows import import_rewards, rewards_of
+from ...store.reward_view import view_rewards
+from .context import ApiContext, Context, Name
 
 router = APIRouter(prefix="/lightning/api/rewards", tags=["rewards"])
 
+DEFAULT_SOURCE = "api"
 
-class NewReward(BaseModel):
+
+class NewReward(RewardLine):
     """What is rewarded follows from what is named: the episode, an agent in it, a call, tokens of a call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     episode: Name
     value: float = Field(allow_inf_nan=False)
-    source: Name = "api"
-    final: bool | None = Field(
-        None, description="Whether it ends the episode; by default a reward about the whole episode does."
-    )
+    source: Name = DEFAULT_SOURCE
     agent: Name | None = None
-    call: str | None = None
-    choice: int | None = Field(None, ge=0, le=2**31 - 1)
-    token_start: int | None = Field(None, ge=0, le=2**31 - 1)
-    token_end: int | None = Field(None, ge=0, le=2**31 - 1)
-    note: str | None = None
-    supersedes: str | None = None
-
-    def target(self) -> RewardTarget:
-        if self.token_start is not None or self.token_end is not None:
-            return RewardTarget.TOKENS
-        if self.call is not None:
-            return RewardTarget.CALL
-        return RewardTarget.EPISODE if self.agent is None else RewardTarget.AGENT
 
 
 @router.post("")
 async def add(new: NewReward, context: Context) -> dict[str, Any]:
-    target = new.target()
-    reward = Reward(
-        id=new_id(),
-        episode_id=new.episode,
-        target=target,
-        value=new.value,
-        source=new.source,
-        created_at_ms=now_ms(),
-        agent=new.agent,
-        call_id=new.call,
-        choice_index=new.choice,
-        token_start=new.token_start,
-        token_end=new.token_end,
-        final=target is RewardTarget.EPISODE if new.final is None else new.final,
-        note=new.note,
-        supersedes=new.supersedes,
-    )
-    await context.write(lambda conn: add_reward(conn, reward))
-    if reward.final:
-        context.live.end_episode(new.episode)
-        context.engines.end_episode(new.episode)
-        context.lineage.forget(new.episode)
-    return {"reward": reward.id, "episode": new.episode, "target": target, "final": reward.final}
+    reward = new.reward(DEFAULT_SOURCE)
+    if new.id is None:
+        await context.write(lambda conn: add_reward(conn, reward))
+    else:  # given again under its id it must say the same
+        await context.write(lambda conn: import_rewards(conn, [NumberedReward(1, reward)]))
+    _end_episodes(context, [reward])
+    return {
+        "reward": reward.id,
+        "episode": new.episode,
+        "target": reward.target,
+        "final": reward.final,
+    }
+
+
+@router.post("/import")
+async def add_many(request: Request, context: Context) -> dict[str, int]:
+    """A body of JSON lines, one reward each: all are written, or none and the first wrong line is named."""
+    try:
+        text = (await request.body()).decode()
+    except UnicodeDecodeError:
+        raise UserError("the body is no UTF-8 text; send one JSON object per line") from None
+    numbered = read_lines(text.splitlines(), DEFAULT_SOURCE)
+    found = await context.write(lambda conn: import_rewards(conn, numbered))
+    _end_episodes(context, [item.reward for item in numbered])
+    return {"added": found.added, "known": found.known}
+
+
+@router.get("/{episode:path}")
+async def show(episode: str, context: Context) -> dict[str, Any]:
+    """The resolved value and its path, all sources weighing the same, and what became of every row."""
+    rows = await context.read(lambda conn: rewards_of(conn, episode))
+    return view_rewards(episode, rows, {}).as_json()
+
+
+def _end_episodes(context: ApiContext, rewards: list[Reward]) -> None:
+    for name in {reward.episode_id for reward in rewards if reward.final}:
+        context.live.end_episode(name)
+        context.engines.end_episode(name)
+        context.lineage.forget(name)

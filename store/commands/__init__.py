@@ -5,5 +5,9 @@ from .db import db_app
 from .doctor import doctor
 from .episodes import episodes_app
 from .reward import reward_app
+from .reward_many import import_file, show_rewards
 
 __all__ = ["calls_app", "db_app", "doctor", "episodes_app", "reward_app"]
+
+reward_app.command("import")(import_file)
+reward_app.command("show")(show_rewards)

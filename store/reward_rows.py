@@ -1,0 +1,83 @@
+"""Many rewards in one transaction, and which episodes a source has not judged yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from ..errors import UnknownEpisodeError, UserError
+from ..records import EpisodeStatus, Reward, RewardTarget
+from .episodes import add_reward
+from .read import load_rewards
+from .reward_lines import NumberedReward
+from .schema import episodes, rewards
+from .statements import chunks, storable_text
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    added: int
+    known: int  # rows that the log held already, under the same id
+
+
+def import_rewards(conn: sa.Connection, numbered: Sequence[NumberedReward]) -> Imported:
+    """Append all of them, or raise and leave it to the caller's transaction that none is kept.
+
+    A row whose id is in the log already must say the same; then it is counted and left alone.
+    """
+    known = _rows_of(conn, [item.reward.id for item in numbered])
+    added = 0
+    for item in numbered:
+        had = known.get(item.reward.id)
+        if had is not None:
+            _require_same(item, had)
+            continue
+        try:
+            add_reward(conn, item.reward)
+        except UserError as error:
+            raise type(error)(f"line {item.line}: {error}; nothing was written") from None
+        known[item.reward.id] = item.reward
+        added += 1
+    return Imported(added, len(numbered) - added)
+
+
+def rewards_of(conn: sa.Connection, episode_id: str) -> tuple[Reward, ...]:
+    """Every row of the episode by time, superseded ones included. UnknownEpisodeError if there is none."""
+    name = storable_text(episode_id)
+    if conn.execute(sa.select(episodes.c.id).where(episodes.c.id == name)).first() is None:
+        raise UnknownEpisodeError(f"no episode {episode_id!r} in the log; check its name and the database")
+    return load_rewards(conn, [name])[name]
+
+
+def unjudged_episodes(conn: sa.Connection, source: str, *, again: bool = False) -> list[str]:
+    """Episodes that are over and not excluded, oldest first, and that have no reward of this source that no
+    other row supersedes; `again`: those too."""
+    newer = rewards.alias()
+    stands = sa.exists().where(
+        rewards.c.episode_id == episodes.c.id,
+        rewards.c.source == storable_text(source),
+        sa.not_(sa.exists().where(newer.c.episode_id == episodes.c.id, newer.c.supersedes == rewards.c.id)),
+    )
+    over = episodes.c.status.in_([EpisodeStatus.ENDED.value, EpisodeStatus.FAILED.value])
+    query = sa.select(episodes.c.id).where(over if again else sa.and_(over, sa.not_(stands)))
+    return list(conn.execute(query.order_by(episodes.c.created_at_ms, episodes.c.id)).scalars())
+
+
+def _rows_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, Reward]:
+    found: dict[str, Reward] = {}
+    for chunk in chunks(sorted(set(ids))):
+        for row in conn.execute(sa.select(rewards).where(rewards.c.id.in_(chunk))):
+            found[row.id] = Reward(**{**row._mapping, "target": RewardTarget(row.target)})
+    return found
+
+
+def _require_same(item: NumberedReward, had: Reward) -> None:
+    for name in ("episode_id", "target", "value", "source", "agent", "call_id", "supersedes"):
+        ours, theirs = getattr(item.reward, name), getattr(had, name)
+        if ours != theirs:
+            raise UserError(
+                f"line {item.line}: reward {had.id!r} is there already, its {name} {theirs!r}, not {ours!r}; "
+                "rewards are never changed: give a new id, and supersedes; nothing was written"
+            )

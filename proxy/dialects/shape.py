@@ -75,7 +75,9 @@ def response(doc: Mapping[str, Any], shown: Shown) -> dict[str, Any]:
         given = shown.request.get(name)
         shaped[name] = silent if given is None else given
     shaped["store"] = False  # the proxy keeps no responses to be referred to
-    shaped["output"] = [output_item(item) for item in doc.get("output") or []]
+    items = [output_item(item) for item in doc.get("output") or []]
+    # LiteLLM puts an empty message before a tool call, where the engine puts none.
+    shaped["output"] = [item for item in items if not _is_silent(item)] or items
     if isinstance(doc.get("usage"), dict):
         shaped["usage"] = _usage(doc["usage"])
     if shaped.get("status") == "incomplete" and not shaped.get("incomplete_details"):
@@ -90,9 +92,8 @@ def response_event(doc: Mapping[str, Any], shown: Shown) -> dict[str, Any]:
         shaped["item"] = output_item(shaped["item"])
     if isinstance(shaped.get("response"), dict):
         shaped["response"] = response(shaped["response"], shown)
-        status = shaped["response"].get("status")
-        if shaped["type"] == "response.completed" and status == "incomplete":
-            shaped["type"] = "response.incomplete"
+        if shaped["type"] == "response.incomplete":
+            shaped["type"] = "response.completed"  # vLLM's word; the Agents SDK raises at the other
     if shaped.get("type") in ("response.output_text.delta", "response.output_text.done"):
         shaped["logprobs"] = shaped.get("logprobs") or []
     if shaped.get("type") == "response.function_call_arguments.done":
@@ -107,11 +108,20 @@ def output_item(item: Mapping[str, Any]) -> dict[str, Any]:
     return shaped
 
 
+def _is_silent(item: Mapping[str, Any]) -> bool:
+    return item.get("type") == "message" and not any(
+        part.get("text") or part.get("type") != "output_text" for part in item.get("content") or []
+    )
+
+
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     inputs, outputs = usage.get("input_tokens_details"), usage.get("output_tokens_details")
     return {
         "input_tokens": usage.get("input_tokens", 0),
-        "input_tokens_details": {"cached_tokens": (inputs or {}).get("cached_tokens") or 0},
+        "input_tokens_details": {
+            "cached_tokens": (inputs or {}).get("cached_tokens") or 0,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": usage.get("output_tokens", 0),
         "output_tokens_details": {"reasoning_tokens": (outputs or {}).get("reasoning_tokens") or 0},
         "total_tokens": usage.get("total_tokens", 0),

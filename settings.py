@@ -257,6 +257,19 @@ class TrainSettings(_Layered):
     clip_high: float = Field(0.28, gt=0, description="Upper clip of the probability ratio: 1 + clip_high.")
     learning_rate: float = Field(1e-5, gt=0, description="Adam's step size.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
+    critic_learning_rate: float = Field(
+        1e-4, gt=0, description="Adam's step size of the critic, for credit rules that read values."
+    )
+    critic_epochs: int = Field(1, ge=1, description="Passes of the critic over a step's calls.")
+    critic_clip: float = Field(
+        0.2, gt=0, description="How far a value may move in a step before its loss stops pulling."
+    )
+    critic_loss: Literal["mse", "bce"] = Field(
+        "mse", description="mse: values are returns. bce: probabilities of success, for outcomes in [0, 1]."
+    )
+    critic_warmup_steps: int = Field(
+        0, ge=0, description="The run's first steps teach the critic and leave the policy as it is."
+    )
     groups_per_step: int = Field(8, ge=1, description="Groups in one optimizer step.")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
     max_staleness: int | None = Field(

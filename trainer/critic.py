@@ -152,11 +152,13 @@ class Critic:
                     found[member] = float(value)
         return found
 
-    def fit(self, prompts: Sequence[TokenIds], returns: Sequence[float]) -> CriticMetrics:
-        """Move the values of `prompts` towards `returns`; aligned, one of each per call."""
-        assert len(prompts) == len(returns), "one return per prompt"
+    def fit(
+        self, prompts: Sequence[TokenIds], returns: Sequence[float], old: Sequence[float]
+    ) -> CriticMetrics:
+        """Move the values of `prompts` towards `returns`; `old` is what `values` said of them last. Aligned,
+        one of each per call."""
+        assert len(prompts) == len(returns) == len(old), "one return and one old value per prompt"
         assert prompts, "a fit needs calls"
-        old = self.values(prompts)
         loss = norm = 0.0
         for _ in range(self._settings.epochs):
             loss, norm = self._epoch(prompts, returns, old)
@@ -225,6 +227,10 @@ class Critic:
             yield batch, [int(batch.choices[row][0]) for row in batch.terms.row]
 
     # --- kept between runs ---
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        return (folder / _STATE).is_file()
 
     def save(self, folder: Path) -> None:
         """Weights, head and optimizer into `folder`; whole or not at all."""

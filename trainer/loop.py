@@ -9,15 +9,10 @@ optimizer and schedule are the bridge's matter, and so is everything about torch
 from __future__ import annotations
 
 import math
-import platform
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,9 +28,12 @@ from .candidate import Handover, Probe
 from .manifest_files import WrittenPlan, read_plan
 from .metrics import StepMetrics
 from .packing import MicroBatch, cheapest_batches
-from .plan import StepPlan, transitions
-from .planning import Planner, plan_settings
+from .plan import StepPlan, transitions, withheld
+from .planning import NO_VALUES, Planner, plan_settings
+from .process import environment, sigterm_interrupts
+from .reasons import Reason
 from .report import RunReport, StepLine
+from .values import StepValues, Valuer
 
 
 class StepTrainer(Protocol):
@@ -57,6 +55,19 @@ class RunSummary:
     steps_trained: int
     version: int  # of the last weights
     folder: Path
+
+
+class KeptValuer(Valuer, Protocol):
+    """What a run needs of critic.Critic."""
+
+    def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: StepPlan
+    groups: list[Group]
+    known: StepValues | None  # None: the run has no critic
 
 
 def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
@@ -86,6 +97,7 @@ class TrainingRun:
         self.steps_planned = 0
         self.steps_trained = 0
         self.handover = Handover(database, settings, self.run_id, self.folder / "versions")
+        self.critic: KeptValuer | None = None
 
     def run(self, *, as_json: bool) -> RunSummary:
         if not self.settings.watch:
@@ -100,7 +112,7 @@ class TrainingRun:
         status = "failed"
         with RunReport(self.folder, as_json=as_json, progress=self.settings.progress) as report:
             try:
-                with _sigterm_interrupts(), models.one_line_for_full_memory():
+                with sigterm_interrupts(), models.one_line_for_full_memory():
                     report.doing("loading the model")
                     trainer = _build_trainer(self.settings, self.start, tokenizer, self.folder, on_gpu)
                     trainer.steps = self._steps(trainer, tokenizer, report)
@@ -118,6 +130,10 @@ class TrainingRun:
 
     def _require_something(self) -> None:
         """NothingToTrainError before a model is loaded, unless some step has something to train."""
+        if self.planner.reads_values:  # without the critic nobody knows more than whether there are groups
+            if next(iter(self.source.ready()), None) is None:
+                raise self.source.nothing_ready()
+            return
         last: StepPlan | None = None
         plans = (self._plan(groups) for groups in self.source.ready())
         for last in plans if self.written is None else self.written.steps:
@@ -127,8 +143,12 @@ class TrainingRun:
             raise self.source.nothing_ready()
         raise NothingToTrainError(f"nothing to train: {last.counts.why_nothing()}")
 
-    def _plan(self, groups: Sequence[Group]) -> StepPlan:
-        return self.planner.plan(groups, step=self.steps_planned, from_version=self.version)
+    def _plan(self, groups: Sequence[Group], known: StepValues | None = None) -> StepPlan:
+        values = NO_VALUES if known is None else known.values
+        plan = self.planner.plan(groups, step=self.steps_planned, from_version=self.version, values=values)
+        if self.planner.reads_values and self.steps_planned < self.settings.critic_warmup_steps:
+            return withheld(plan, Reason.CRITIC_WARM_UP)
+        return plan
 
     def _written(self, folder: Path) -> WrittenPlan:
         """A dry run to train as it is. UserError unless it was planned for this policy and these weights."""
@@ -144,11 +164,13 @@ class TrainingRun:
             )
         return plan
 
-    def _plans(self, report: RunReport) -> Iterator[tuple[StepPlan, list[Group]]]:
+    def _plans(self, report: RunReport, tokenizer: Any) -> Iterator[_Planned]:
         """Each step with its groups: planned now, or as a dry run has written it."""
         if self.written is None:
             for groups in self._groups(report):
-                yield self._plan(groups), groups
+                models.check_tokenizer(tokenizer, self.source.fingerprints(groups), self.settings.model)
+                known = None if self.critic is None else StepValues.of(groups, self.critic)
+                yield _Planned(self._plan(groups, known), groups, known)
             return
         report.message(f"training the {len(self.written.steps)} steps of {self.written.folder} as written")
         for plan in self.written.steps:
@@ -156,7 +178,8 @@ class TrainingRun:
             ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
             with self.database.read() as conn:
                 groups = load_groups(conn, ids)
-            yield replace(plan, manifest=manifest), groups
+            models.check_tokenizer(tokenizer, self.source.fingerprints(groups), self.settings.model)
+            yield _Planned(replace(plan, manifest=manifest), groups, None)
 
     def _steps(
         self, trainer: StepTrainer, tokenizer: Any, report: RunReport
@@ -168,18 +191,20 @@ class TrainingRun:
                 "this model can't share prefixes (sliding or linear attention): computing rows of whole "
                 "sequences"
             )
+        if self.planner.reads_values:
+            self.critic = models.load_critic(self.settings, self.start, trainer.model, shape)
         num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
-        for plan, groups in self._plans(report):
+        for planned in self._plans(report, tokenizer):
             began = time.monotonic()
-            models.check_tokenizer(tokenizer, self.source.fingerprints(groups), self.settings.model)
-            trained = transitions(plan.manifest, groups)
+            plan = planned.plan
+            trained = transitions(plan.manifest, planned.groups)
             models.check_ids(trained, num_embeddings, self.settings.model)
             with self.database.write() as conn:
                 add_manifest(conn, plan.manifest)
             self.steps_planned += 1
             line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self.version)
             if not plan.trains:
-                self._finish_empty(plan, line, report)
+                self._finish_empty(plan, self._teach(planned, line, report), report)
                 continue
             probe = Probe.before_step(trainer, trained, self.settings.micro_batch_tokens)
             batches = cheapest_batches(trained, self.settings.micro_batch_tokens, shape)
@@ -192,6 +217,7 @@ class TrainingRun:
                     "--learning-rate, or look at the step's manifest for odd rewards"
                 )
             line = _measured(line, trainer.metrics, time.monotonic() - started, len(batches))
+            line = self._teach(planned, line, report)
             self._hand_over(trainer, probe, line, began, report)
             if self.steps_trained == self.settings.max_steps:
                 return
@@ -202,6 +228,22 @@ class TrainingRun:
         wanted = self.settings.groups_per_step
         return self.source.as_they_come(
             lambda ready: report.doing(f"waiting for groups: {ready} of {wanted} ready", ready, wanted)
+        )
+
+    def _teach(self, planned: _Planned, line: StepLine, report: RunReport) -> StepLine:
+        """The critic learns from every step, also from one that trains no policy."""
+        if self.critic is None or planned.known is None:
+            return line
+        report.doing(f"step {line.step}: the critic learns")
+        measured = planned.known.teach(self.critic, self.planner, planned.groups)
+        if measured is None:
+            return line
+        self.critic.save(self.folder)
+        return replace(
+            line,
+            critic_loss=measured.loss,
+            explained_variance=measured.explained_variance,
+            value_mean=measured.value_mean,
         )
 
     def _finish_empty(self, plan: StepPlan, line: StepLine, report: RunReport) -> None:
@@ -259,17 +301,6 @@ def _require_none_waiting(known: Sequence[PolicyVersion]) -> None:
             )
 
 
-def environment(on_gpu: bool) -> dict[str, str]:
-    """What a run's numbers may hang on."""
-    packages = ("torch", "transformers", "trl", "peft", "accelerate", "lightning-rl")
-    found = {name: installed_version(name) for name in packages}
-    return found | {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": "cuda" if on_gpu else "cpu",
-    }
-
-
 def _build_trainer(
     settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
 ) -> StepTrainer:
@@ -303,20 +334,3 @@ def _measured(line: StepLine, metrics: StepMetrics, train_sec: float, micro_batc
         micro_batches=micro_batches,
         train_sec=train_sec,
     )
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does. Signals reach only the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    had = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, had)

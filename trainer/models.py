@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.probes import PROBE_TEXT, tokenizer_probe
 from ..errors import ModelMismatchError, UserError
 from ..records import Fingerprint, PolicyVersion, Transition, WeightsKind
 from ..settings import TrainSettings
 from .packing import ModelShape
+
+if TYPE_CHECKING:
+    from .critic import Critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,41 @@ def _with_adapter(model: Any, settings: TrainSettings, start: StartWeights) -> A
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapter)
+
+
+def load_critic(settings: TrainSettings, start: StartWeights, policy: Any, shape: ModelShape) -> Critic:
+    """A critic beside the policy: with weights of its own for full runs, on a second adapter for LoRA.
+
+    It goes on from the one that the start version was trained with, where that left one.
+    """
+    from transformers import AutoModel
+
+    from . import attention
+    from .critic import AdapterBody, Body, Critic, CriticSettings, OwnBody
+
+    body: Body
+    if settings.weights == "lora":
+        body = AdapterBody(policy, policy.peft_config["default"])
+    else:
+        name = attention.NAME if shape.shares_prefixes else None
+        backbone = AutoModel.from_pretrained(
+            str(start.model), local_files_only=True, dtype=policy.dtype, attn_implementation=name
+        )
+        body = OwnBody(backbone.to(policy.device))
+    chosen = CriticSettings(
+        learning_rate=settings.critic_learning_rate,
+        epochs=settings.critic_epochs,
+        clip=settings.critic_clip,
+        max_grad_norm=settings.max_grad_norm,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        loss=settings.critic_loss,
+    )
+    critic = Critic(body, chosen, shape, policy.device)
+    version_folder = start.adapter or start.model
+    before = version_folder.parent.parent  # the run that made the version
+    if start.version > 0 and Critic.is_in(before):
+        critic.load(before)
+    return critic
 
 
 def _one_line(error: Exception) -> str:

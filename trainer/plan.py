@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UserError
 from ..records import Call, Choice, Group, ManifestChoice, StepManifest, Transition
@@ -74,6 +74,28 @@ class StepPlan:
     @property
     def trains(self) -> bool:
         return self.counts.choices_trained > 0
+
+
+def withheld(plan: StepPlan, reason: Reason) -> StepPlan:
+    """The same step with nothing trained, for the reason given."""
+    choices = tuple(
+        choice if choice.advantage is None else replace(choice, advantage=None, multiplier=0.0, reason=reason)
+        for choice in plan.manifest.choices
+    )
+    counts = plan.counts
+    return StepPlan(
+        replace(plan.manifest, choices=choices),
+        replace(
+            counts,
+            groups_trained=0,
+            episodes_trained=0,
+            episodes_excluded={**counts.episodes_excluded, reason: counts.episodes_trained},
+            choices_trained=0,
+            choices_excluded={**counts.choices_excluded, reason: counts.choices_trained},
+            trained_tokens=0,
+            call_tokens=0,
+        ),
+    )
 
 
 _NO_CONTEXT = CreditContext()

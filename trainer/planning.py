@@ -19,7 +19,7 @@ from ..store.rewards import resolve
 from .credit.base import CreditContext, PastEpisode, Values
 from .credit.registry import configure
 from .plan import PlanSettings, StepPlan, plan_step
-from .selection import SelectionRules
+from .selection import SelectionRules, judge_group
 from .source import GroupSource
 
 NO_VALUES: Values = {}
@@ -80,6 +80,16 @@ class Planner:
             from_version=from_version,
             context=CreditContext(values, history),
         )
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the credit rule needs a critic."""
+        return "values" in self.settings.credit.reads
+
+    def value_targets(self, groups: Sequence[Group], values: Values) -> dict[str, float]:
+        """What a critic should have said of the step's calls, by call id."""
+        judged = [judge_group(group, self.settings.selection) for group in groups]
+        return self.settings.credit.value_targets(judged, values)
 
     def _history(self) -> list[PastEpisode]:
         selection = self.settings.selection

@@ -34,6 +34,7 @@ class Reason(StrEnum):
     NO_SIBLING_STEP = "no_sibling_step"
     NO_VALUE = "no_value"
     NO_CREDIT = "no_credit"  # the rule said nothing about it
+    CRITIC_WARM_UP = "critic_warm_up"  # this step taught the critic alone
     # of one call or choice: it keeps its place in the episode and loses only its loss
     SIDE_CALL = "side_call"
     OTHER_POLICY = "other_policy"
@@ -56,6 +57,7 @@ OF_A_RULE = frozenset(
         Reason.NO_SIBLING_STEP,
         Reason.NO_VALUE,
         Reason.NO_CREDIT,
+        Reason.CRITIC_WARM_UP,
     }
 )
 """What a credit rule may say of an episode that was not set aside."""
@@ -86,6 +88,7 @@ _WORDS: dict[str, str] = {
     Reason.NO_SIBLING_STEP: "no other episode of the group has a step at this place",
     Reason.NO_VALUE: "the critic has no value for its prompt",
     Reason.NO_CREDIT: "the credit rule said nothing about it",
+    Reason.CRITIC_WARM_UP: "the step taught the critic alone (setting `critic_warmup_steps`)",
     Reason.SIDE_CALL: "a side call of the agent's program, not the policy's work",
     "judge_call": "a judge's call",
     "retry_orphan_call": "a client's retry: the answer that was used is another call's",

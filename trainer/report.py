@@ -46,6 +46,9 @@ class StepLine:
     entropy_mean: float | None = None
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
+    critic_loss: float | None = None
+    explained_variance: float | None = None  # of the returns, by the values before the critic's step
+    value_mean: float | None = None
     call_tokens_per_sec: float | None = None  # prompts and completions, as the agent's calls had them
     unique_tokens_per_sec: float | None = None  # what was computed once the shared prefixes are counted once
     micro_batches: int = 0
@@ -91,6 +94,9 @@ def human(line: StepLine) -> str:
             f"{_number(line.call_tokens_per_sec, '.0f')} tokens/s "
             f"({_number(line.unique_tokens_per_sec, '.0f')} unique)"
         )
+    if line.critic_loss is not None:
+        explained = _number(line.explained_variance, ".2f")
+        parts.append(f"critic {_number(line.critic_loss, '.3g')}, explains {explained}")
     parts.append(f"{line.seconds:.1f} s")
     parts.append("no new version" if line.to_version is None else f"version {line.to_version}")
     return " | ".join(parts)

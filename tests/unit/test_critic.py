@@ -58,7 +58,7 @@ def test_micro_batches_change_nothing() -> None:
     for tokens in (4, 1000):
         settings = CriticSettings(learning_rate=1e-2, micro_batch_tokens=tokens)
         critic = with_head(own(settings))
-        critic.fit(PROMPTS, returns)
+        critic.fit(PROMPTS, returns, critic.values(PROMPTS))
         values.append(critic.values(PROMPTS))
     assert values[0] == pytest.approx(values[1], abs=1e-4)
 
@@ -73,9 +73,9 @@ def test_a_new_critic_thinks_nothing_of_anything() -> None:
 def test_it_learns_what_calls_are_worth(loss: Any) -> None:
     critic = own(CriticSettings(learning_rate=3e-3, epochs=60, clip=10.0, loss=loss))
     returns = [1.0, 0.0, 0.0, 1.0, 1.0]
-    first = critic.fit(PROMPTS, returns)
+    first = critic.fit(PROMPTS, returns, critic.values(PROMPTS))
     assert first.explained_variance == pytest.approx(0.0)
-    again = critic.fit(PROMPTS, returns)
+    again = critic.fit(PROMPTS, returns, critic.values(PROMPTS))
     assert again.explained_variance is not None
     assert again.explained_variance > 0.9
     assert again.loss < first.loss
@@ -84,7 +84,7 @@ def test_it_learns_what_calls_are_worth(loss: Any) -> None:
 
 def test_the_first_loss_by_hand() -> None:
     # V = 0 everywhere: 1/2 mean(R^2) = 1/2 (1 + 4 + 0 + 0 + 1) / 5
-    assert own().fit(PROMPTS, [1.0, -2.0, 0.0, 0.0, 1.0]).loss == pytest.approx(0.6)
+    assert own().fit(PROMPTS, [1.0, -2.0, 0.0, 0.0, 1.0], [0.0] * 5).loss == pytest.approx(0.6)
 
 
 def test_clipped_values_stop_pulling() -> None:
@@ -122,7 +122,7 @@ def test_a_critic_on_an_adapter_leaves_the_policy_alone() -> None:
     frozen = {n: v.detach().clone() for n, v in model.named_parameters() if ".critic." not in n}
     assert all(".default." in name for name in trained)
     for _ in range(3):
-        critic.fit(PROMPTS, [1.0, 0.0, 0.5, -1.0, 1.0])
+        critic.fit(PROMPTS, [1.0, 0.0, 0.5, -1.0, 1.0], [0.0] * 5)
     assert critic.values(PROMPTS) != [0.0] * len(PROMPTS)
     assert torch.equal(model(input_ids=ids).logits, policy)
     assert {name for name, value in model.named_parameters() if value.requires_grad} == trained
@@ -132,13 +132,13 @@ def test_a_critic_on_an_adapter_leaves_the_policy_alone() -> None:
 
 def test_state_comes_back(tmp_path: Path) -> None:
     for made in (own(), adapted()[1]):
-        made.fit(PROMPTS, [1.0, 0.0, 0.5, -1.0, 1.0])
+        made.fit(PROMPTS, [1.0, 0.0, 0.5, -1.0, 1.0], [0.0] * 5)
         made.save(tmp_path)
         again = own() if isinstance(made._body, OwnBody) else adapted()[1]
         again.load(tmp_path)
         assert again.values(PROMPTS) == made.values(PROMPTS)
-        made.fit(PROMPTS, [0.0] * 5)
-        again.fit(PROMPTS, [0.0] * 5)
+        made.fit(PROMPTS, [0.0] * 5, [0.0] * 5)
+        again.fit(PROMPTS, [0.0] * 5, [0.0] * 5)
         assert again.values(PROMPTS) == pytest.approx(made.values(PROMPTS), abs=1e-6)
 
 

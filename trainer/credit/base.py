@@ -123,6 +123,8 @@ class CreditRule(Generic[OptionsT]):
     assign: Callable[[Sequence[JudgedGroup], OptionsT, CreditContext], Credits]
     reads: Callable[[OptionsT], frozenset[Reads]] = lambda _: frozenset()
     fewest_episodes: int = 2  # in a group, for anybody to get an advantage
+    targets: Callable[[JudgedGroup, OptionsT, Values], Mapping[str, float]] | None = None
+    """Of a rule that reads values: what the critic should have said, by call id."""
 
 
 def same_for_all(judged: JudgedEpisode, credit: Credit) -> dict[ChoiceKey, Credit]:

@@ -29,10 +29,21 @@ from . import (
     reinforce_pp_baseline,
     rloo,
     running_baseline,
+    sr_ppo,
     step_gae,
     turn_discount,
 )
-from .base import ChoiceKey, Credit, CreditContext, CreditRule, JudgedGroup, Reads, RuleOptions, restricted
+from .base import (
+    ChoiceKey,
+    Credit,
+    CreditContext,
+    CreditRule,
+    JudgedGroup,
+    Reads,
+    RuleOptions,
+    Values,
+    restricted,
+)
 
 ENTRY_POINTS = "lightning_rl.credit"
 
@@ -49,6 +60,7 @@ _OURS: tuple[CreditRule[Any], ...] = (
     gigpo.RULE,
     hgpo.RULE,
     step_gae.RULE,
+    sr_ppo.RULE,
     intermediate.RULE,
     dr_mas.RULE,
 )
@@ -79,6 +91,17 @@ class Assignment:
         for agent, own in self.agents.items():
             credits |= own.rule.assign([restricted(g, agent) for g in groups], own.options, context)
         return credits
+
+    def value_targets(self, groups: Sequence[JudgedGroup], values: Values) -> dict[str, float]:
+        """What the critic should have said, by call id; an agent's own rule decides about its calls."""
+        targets: dict[str, float] = {}
+        for group in groups:
+            if self.default.rule.targets is not None:
+                targets |= self.default.rule.targets(group, self.default.options, values)
+            for agent, own in self.agents.items():
+                if own.rule.targets is not None:
+                    targets |= own.rule.targets(restricted(group, agent), own.options, values)
+        return targets
 
     @property
     def reads(self) -> frozenset[Reads]:

@@ -135,6 +135,14 @@ def _reads(options: StepGaeOptions) -> frozenset[Reads]:
     return frozenset({"values", "calls"}) if options.call_rewards else frozenset({"values"})
 
 
+def targets_of_group(group: JudgedGroup, options: StepGaeOptions, values: Values) -> dict[str, float]:
+    """`value_targets` of every episode of the group that takes part."""
+    found: dict[str, float] = {}
+    for judged in comparable(group, options).present():
+        found |= value_targets(judged, options, values)
+    return found
+
+
 RULE = CreditRule(
     name="step_gae",
     formula="A_k = whitened sum_j (gamma lam)^(j-k) delta_j, delta_k = r_k + gamma V(s_k+1) - V(s_k)",
@@ -143,4 +151,5 @@ RULE = CreditRule(
     assign=step_gae,
     reads=_reads,
     fewest_episodes=1,
+    targets=targets_of_group,
 )

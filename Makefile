@@ -24,7 +24,7 @@ install: $(INSTALLED) ## the environment: proxy, trainer, engine, development to
 
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,providers,$(ENGINE),dev]' || \
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[train,postgres,parquet,providers,$(ENGINE),dev]' || \
 	  { echo "make: if a torch with +cpu was not found: make TORCH_INDEX=<PyTorch's CPU wheel index>"; exit 1; }
 	@# On a CPU these come along as CUDA builds whose import breaks the engine.
 	@test $(ENGINE) = engine || $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -8,12 +8,15 @@ import typer
 
 from ...settings import DEFAULT_DB
 from .db_prune import prune
+from .db_transfer import export, import_
 from .db_verify import verify
 from .options import DbOption
 
 db_app = typer.Typer(no_args_is_help=True, help="The log's database: upgrade it, check it.")
 db_app.command()(verify)
 db_app.command()(prune)
+db_app.command()(export)
+db_app.command("import")(import_)
 
 
 @db_app.command()

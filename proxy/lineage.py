@@ -1,7 +1,8 @@
 """Which call a call follows from, and the state that it was made in.
 
 Best effort, in this process's memory: the parent is the call of the same episode whose messages are the
-longest proper prefix of this one's. Knows message texts as hashes only.
+longest proper prefix of this one's. The state is what step-level credit compares calls by: what was observed
+since the last answer. Knows message texts as hashes only.
 """
 
 from __future__ import annotations
@@ -52,16 +53,53 @@ class Lineage:
 
 
 def _hashes(messages: list[Any]) -> tuple[list[bytes], str]:
-    """A running hash after each message, and the last message's own."""
+    """A running hash after each message, and the state: what was observed since the last answer.
+
+    That is the messages behind the last one of the assistant; instructions (system, developer) are left out
+    unless nothing else is there, and so are the ids of tool calls, which no two episodes share.
+    """
     running = hashlib.blake2b(digest_size=16)
     prefixes: list[bytes] = []
-    text = b""
+    observed: list[bytes] = []
+    told: list[bytes] = []
     for message in messages:
         text = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
         running.update(b"%d:" % len(text))
         running.update(text)
         prefixes.append(running.digest())
-    return prefixes, hashlib.blake2b(text, digest_size=16).hexdigest()
+        role = message.get("role") if isinstance(message, dict) else None
+        if role == "assistant":
+            observed, told = [], [text]
+        elif role in ("system", "developer"):
+            told.append(text)
+        else:
+            bare = _without_ids(message)
+            observed.append(text if bare is message else orjson.dumps(bare, option=orjson.OPT_SORT_KEYS))
+    state = hashlib.blake2b(digest_size=16)
+    for text in observed or told:
+        state.update(b"%d:" % len(text))
+        state.update(text)
+    return prefixes, state.hexdigest()
+
+
+_IDS = frozenset({"id", "tool_call_id", "tool_use_id", "call_id"})
+
+
+def _without_ids(message: Any) -> Any:
+    """The message itself where it, and the parts of its content, name no id."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(item, dict) and not _IDS.isdisjoint(item) for item in (message, *parts)):
+        return message
+    bare = {key: value for key, value in message.items() if key not in _IDS}
+    if isinstance(content, list):
+        bare["content"] = [
+            {key: value for key, value in part.items() if key not in _IDS} if isinstance(part, dict) else part
+            for part in content
+        ]
+    return bare
 
 
 def _state_key(prompt: Any) -> str | None:

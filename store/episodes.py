@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -133,28 +134,45 @@ def add_reward(conn: sa.Connection, reward: Reward) -> None:
     UnknownEpisodeError, or UserError when the value is not finite or past `MAX_REWARD`, or the target is not
     in the episode.
     """
+    check_value(reward)
+    row = locked(conn, reward.episode_id)
+    check_target(conn, row.id, reward)
+    if reward.supersedes is not None:
+        check_superseded(row.id, reward, owner_of_reward(conn, reward.supersedes))
+    insert_missing(conn, rewards, [reward_row(row.id, reward)])
+    if reward.final:
+        end_episode(conn, row.id, by="reward")
+
+
+def check_value(reward: Reward) -> None:
     if not abs(reward.value) <= MAX_REWARD:  # written so that NaN fails, too
         raise UserError(
             f"a reward must be a finite number, at most {MAX_REWARD:g} in size, got {reward.value}"
         )
-    row = locked(conn, reward.episode_id)
-    _check_target(conn, row.id, reward)
-    if reward.supersedes is not None:
-        owner = conn.execute(
-            sa.select(rewards.c.episode_id).where(rewards.c.id == storable_text(reward.supersedes))
-        ).scalar()
-        if owner != row.id:
-            raise UserError(f"episode {row.id!r} has no reward {reward.supersedes!r} to supersede")
+
+
+def owner_of_reward(conn: sa.Connection, reward_id: str) -> str | None:
+    """The episode of a row; None where there is none."""
+    query = sa.select(rewards.c.episode_id).where(rewards.c.id == storable_text(reward_id))
+    found: str | None = conn.execute(query).scalar()
+    return found
+
+
+def check_superseded(episode_id: str, reward: Reward, owner: str | None) -> None:
+    if owner != episode_id:
+        raise UserError(f"episode {episode_id!r} has no reward {reward.supersedes!r} to supersede")
+
+
+def reward_row(episode_id: str, reward: Reward) -> dict[str, Any]:
+    """As the table holds it."""
     values = asdict(reward) | {
         "target": reward.target.value,
-        "episode_id": row.id,
+        "episode_id": episode_id,
         "value": float(reward.value),
     }
-    for name in ("agent", "source", "note"):
+    for name in ("id", "agent", "source", "note", "supersedes"):
         values[name] = optional_text(values[name])
-    insert_missing(conn, rewards, [values])
-    if reward.final:
-        end_episode(conn, row.id, by="reward")
+    return values
 
 
 def locked(conn: sa.Connection, episode_id: str) -> EpisodeRow:
@@ -206,7 +224,7 @@ def _set_expected_size(conn: sa.Connection, group: str, size: int) -> None:
         raise UserError(f"the episode's group expects {had} episodes, not {size}; use another batch")
 
 
-def _check_target(conn: sa.Connection, episode_id: str, reward: Reward) -> None:
+def check_target(conn: sa.Connection, episode_id: str, reward: Reward) -> None:
     target = reward.target
     whole = target in (RewardTarget.EPISODE, RewardTarget.AGENT)
     if (target is RewardTarget.AGENT and reward.agent is None) or (not whole and reward.call_id is None):

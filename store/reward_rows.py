@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
 from ..errors import UnknownEpisodeError, UserError
 from ..records import EpisodeStatus, Reward, RewardTarget
-from .episodes import add_reward
+from .episodes import (
+    check_superseded,
+    check_target,
+    check_value,
+    end_episode,
+    locked,
+    owner_of_reward,
+    reward_row,
+)
+from .placement import lock_rows
 from .read import load_rewards
 from .reward_lines import NumberedReward
 from .schema import episodes, rewards
-from .statements import chunks, storable_text
+from .statements import chunks, insert_missing, storable_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +38,38 @@ def import_rewards(conn: sa.Connection, numbered: Sequence[NumberedReward]) -> I
     A row whose id is in the log already must say the same; then it is counted and left alone.
     """
     known = _rows_of(conn, [item.reward.id for item in numbered])
-    added = 0
+    # All locks at once, in the order of keys: the proxy's writer takes them so, too.
+    owners = lock_rows(conn, {storable_text(item.reward.episode_id) for item in numbered})
+    new: list[dict[str, Any]] = []
+    ending: dict[str, None] = {}
     for item in numbered:
-        had = known.get(item.reward.id)
+        reward = item.reward
+        had = known.get(storable_text(reward.id))
         if had is not None:
             _require_same(item, had)
             continue
         try:
-            add_reward(conn, item.reward)
+            row = owners.get(storable_text(reward.episode_id)) or locked(conn, reward.episode_id)
+            _check(conn, row.id, reward, known)
         except UserError as error:
             raise type(error)(f"line {item.line}: {error}; nothing was written") from None
-        known[item.reward.id] = item.reward
-        added += 1
-    return Imported(added, len(numbered) - added)
+        known[storable_text(reward.id)] = reward
+        new.append(reward_row(row.id, reward))
+        if reward.final and row.status == EpisodeStatus.RUNNING.value:
+            ending[row.id] = None
+    insert_missing(conn, rewards, new)
+    for name in ending:
+        end_episode(conn, name, by="reward")
+    return Imported(len(new), len(numbered) - len(new))
+
+
+def _check(conn: sa.Connection, episode_id: str, reward: Reward, known: Mapping[str, Reward]) -> None:
+    check_value(reward)
+    check_target(conn, episode_id, reward)
+    if reward.supersedes is not None:
+        name = storable_text(reward.supersedes)
+        owner = known[name].episode_id if name in known else owner_of_reward(conn, name)
+        check_superseded(episode_id, reward, owner)
 
 
 def rewards_of(conn: sa.Connection, episode_id: str) -> tuple[Reward, ...]:
@@ -67,7 +96,7 @@ def unjudged_episodes(conn: sa.Connection, source: str, *, again: bool = False) 
 
 def _rows_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, Reward]:
     found: dict[str, Reward] = {}
-    for chunk in chunks(sorted(set(ids))):
+    for chunk in chunks(sorted({storable_text(name) for name in ids})):
         for row in conn.execute(sa.select(rewards).where(rewards.c.id.in_(chunk))):
             found[row.id] = Reward(**{**row._mapping, "target": RewardTarget(row.target)})
     return found

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
 import sqlalchemy as sa
-from fakes import prune_behaviours, transfer_behaviours, verify_behaviours  # noqa: F401 - add to the list
+from fakes import (  # noqa: F401 - add to the list
+    prune_behaviours,
+    reward_behaviours,
+    transfer_behaviours,
+    verify_behaviours,
+)
 from fakes.log_rows import end, intent
 from fakes.postgres_server import PostgresMissingError, PostgresServer
 from fakes.store_behaviours import BEHAVIOURS, rows_by_table, write

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
-from fakes import prune_behaviours, transfer_behaviours, verify_behaviours  # noqa: F401 - add to the list
+from fakes import (  # noqa: F401 - add to the list
+    prune_behaviours,
+    reward_behaviours,
+    transfer_behaviours,
+    verify_behaviours,
+)
 from fakes.store_behaviours import BEHAVIOURS
 
 from lightning_rl.store.database import Database

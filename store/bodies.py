@@ -30,6 +30,10 @@ _SMALL_BYTES = 512
 """Below this, compressing costs more than it saves: a call's time, and a turn at Python's lock."""
 _ZLIB = b"x"  # how compressed bytes begin, and no JSON value does
 
+# At least so long that it is stored compressed: uncompressed parts must not begin as compressed ones do.
+_BIG_BYTES = 4096
+_BIG_STRING = re.compile(rb'"((?:data:[^",]{0,200},)?[A-Za-z0-9+/=_\\-]{%d,})"' % _BIG_BYTES)
+
 _decoder = json.JSONDecoder()
 _SPACES = (" ", "\t", "\n", "\r")
 _space = re.compile(r"[ \t\n\r]*")
@@ -128,7 +132,19 @@ def _spans(body: bytes) -> list[tuple[int, int]]:
         return []
     if len(text) != len(body):
         spans = _byte_spans(text, spans)
-    return [(start, end) for start, end in spans if end - start >= _MIN_PART_BYTES]
+    return [(start, end) for start, end in _cut_out(body, spans) if end - start >= _MIN_PART_BYTES]
+
+
+def _cut_out(body: bytes, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Images, sounds and files within a message are parts of their own, whatever is said around them."""
+    for start, end in spans:
+        rest = start
+        if end - start > _BIG_BYTES:
+            for found in _BIG_STRING.finditer(body, start, end):
+                yield rest, found.start(1)
+                yield found.span(1)
+                rest = found.end(1)
+        yield rest, end
 
 
 def _object_spans(text: str) -> list[tuple[int, int]]:

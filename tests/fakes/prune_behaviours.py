@@ -85,7 +85,7 @@ def test_what_others_still_share_is_kept(database: Database) -> None:
     assert (deleted["episodes"], deleted["calls"], deleted["choices"], deleted["rewards"]) == (1, 3, 3, 1)
     # Prompts of 500, 700 and 900 tokens: of their blocks the first is shared, 2 are full, 3 end a prompt.
     assert deleted["token_blocks"] == 5
-    assert deleted["body_parts"] == 1 + 4  # its picture's message and what was said; the system prompt stays
+    assert deleted["body_parts"] == 4  # what was said; the picture and the system prompt are others', too
     assert "groups" not in deleted  # b1 is in it
     assert seen() == before
     assert verify(database).faults == []

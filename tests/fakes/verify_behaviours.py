@@ -169,4 +169,4 @@ def test_rows_that_nothing_refers_to_are_counted_not_faults(database: Database) 
     found = verify(database)
     assert found.faults == []
     assert found.notes["orphaned_blocks"] == 3  # the last block of each turn
-    assert found.notes["orphaned_parts"] == 1 + 4
+    assert found.notes["orphaned_parts"] == 4

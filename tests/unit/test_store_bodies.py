@@ -1,13 +1,23 @@
 """Bodies are cut and put together byte for byte, whatever an agent writes."""
 
+import base64
 import json
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.errors import StoreError
-from lightning_rl.store.bodies import join_body, pack_json, part_names, split_body, unpack_json
+from lightning_rl.store.bodies import (
+    join_body,
+    pack_json,
+    pack_part,
+    part_names,
+    split_body,
+    unpack_json,
+    unpack_part,
+)
 
 LONG = "word " * 40
 
@@ -62,3 +72,24 @@ def test_what_is_nested_too_deep_is_kept_whole() -> None:
 @given(json_values.filter(lambda value: "nan" not in repr(value)))
 def test_packed_json_comes_back(value: object) -> None:
     assert unpack_json(pack_json(value)) == value
+
+
+@pytest.mark.parametrize("form", ["data:image/png;base64,{}", "{}"])
+def test_an_image_is_one_part_whatever_is_said_around_it(form: str) -> None:
+    image = form.format(base64.b64encode(random.Random(3).randbytes(30_000)).decode())
+    other = form.format(base64.b64encode(random.Random(4).randbytes(30_000)).decode())
+    stored: dict[bytes, bytes] = {}
+    for turn in range(20):
+        content = [
+            {"type": "image_url", "image_url": {"url": image}},
+            {"type": "text", "text": f"ü Where is the cat in turn {turn}? " * 9},
+            {"type": "image_url", "image_url": {"url": other}},
+        ]
+        body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+        skeleton, parts = split_body(body)
+        assert join_body(skeleton, parts) == body
+        assert len(skeleton) < 1000
+        stored.update(parts)
+    assert sorted(len(part) for part in stored.values())[-2:] == sorted([len(image), len(other)])
+    assert sum(len(part) for part in stored.values()) < len(image) + len(other) + 20 * 1000
+    assert all(unpack_part(pack_part(part)) == part for part in stored.values())

@@ -212,6 +212,11 @@ class ProxySettings(_Layered):
         "api-key, bearer, ip-address, phone), `replacement` and `name`; see docs/recording.md.",
     )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
+    drain_timeout_sec: int = Field(
+        60,
+        ge=0,
+        description="At a signal: how long running answers may take to finish before they are cut off.",
+    )
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
     publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 app = typer.Typer(name="proxy", help="The recording proxy in front of the engine.", no_args_is_help=True)
 
 KEEP_ALIVE_SEC = 75
-DRAIN_TIMEOUT_SEC = 60
 
 
 @app.callback()
@@ -132,7 +131,7 @@ def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
         server_header=False,
         date_header=False,
         timeout_keep_alive=KEEP_ALIVE_SEC,
-        timeout_graceful_shutdown=DRAIN_TIMEOUT_SEC,
+        timeout_graceful_shutdown=proxy.settings.drain_timeout_sec,
         backlog=2048,
     )
 
@@ -142,15 +141,16 @@ def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
             typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            running = proxy.gate.in_flight
-            if not self.should_exit and running:
-                typer.echo(f"finishing {running} running calls; Ctrl-C again cuts them off", err=True)
-            elif self.should_exit and sig == signal.SIGINT:
+            is_second, running = self.should_exit, proxy.gate.in_flight
+            super().handle_exit(sig, frame)  # before a word is said: the second signal may come meanwhile
+            if is_second:
+                self.force_exit = True  # uvicorn does so on SIGINT only
                 # What is cut off ends in errors of the server's; that it was cut off is all there is to say.
                 for name in ("uvicorn.error", "asyncio"):
                     logging.getLogger(name).disabled = True
                 typer.echo("stopped; calls that were cut off are recorded as aborted", err=True)
-            super().handle_exit(sig, frame)
+            elif running:
+                typer.echo(f"finishing {running} running calls; a second signal cuts them off", err=True)
 
     return Server(config)
 
@@ -205,9 +205,16 @@ def _is_loopback(host: str) -> bool:
 
 
 class _NotOurBreaks(logging.Filter):
-    """A stream that the engine broke is broken for the client too: on purpose, so not an error of the app."""
+    """A stream that the engine broke is broken for the client too, and at the end of a shutdown calls are cut
+    off: on purpose, so no errors of the app."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if (
+            record.exc_info
+            and record.exc_info[0] is not None
+            and "CancelledError" in record.exc_info[0].__name__
+        ):
+            return False
         return "returned without completing response" not in str(record.msg)
 
 

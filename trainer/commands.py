@@ -140,11 +140,16 @@ def train(
 
 
 def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> None:
+    from rich.console import Console
+
     from ..store.commands.tables import print_table
     from .dry_run import EXPLAINED_TITLES, TITLES, dry_run, explained_rows, reasons_of, table_rows
     from .reasons import in_words
 
-    found = dry_run(settings, explain=explain)
+    with Console(stderr=True).status("planning") as status:
+        found = dry_run(
+            settings, explain=explain, on_step=lambda done: status.update(f"planning: {done} steps")
+        )
     if as_json:
         typer.echo(json.dumps(found.as_json()))
         return

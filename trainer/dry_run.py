@@ -6,7 +6,7 @@ Plans with the same planner as the run, writes the manifests and says what is tr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,15 +86,18 @@ class DryRun:
         }
 
 
-def dry_run(settings: TrainSettings, *, explain: str | None = None) -> DryRun:
-    """Plan, write and explain. NothingToTrainError where no group is ready."""
+def dry_run(
+    settings: TrainSettings, *, explain: str | None = None, on_step: Callable[[int], None] = lambda _: None
+) -> DryRun:
+    """Plan, write and explain; `on_step` gets the number of steps so far. NothingToTrainError where no group
+    is ready."""
     if settings.watch:
         raise SettingsError("--dry-run plans what is ready now; it can't --watch")
     database = Database.open(settings.db, must_exist=True)
     try:
         run_id = new_id()
         planner = Planner.of(database, settings, run_id)
-        start, steps = plan_steps(planner, settings)
+        start, steps = plan_steps(planner, settings, on_step)
         if not steps:
             raise planner.source.nothing_ready()
         plan = WrittenPlan(
@@ -113,7 +116,9 @@ def dry_run(settings: TrainSettings, *, explain: str | None = None) -> DryRun:
         database.close()
 
 
-def plan_steps(planner: Planner, settings: TrainSettings) -> tuple[int, list[StepPlan]]:
+def plan_steps(
+    planner: Planner, settings: TrainSettings, on_step: Callable[[int], None] = lambda _: None
+) -> tuple[int, list[StepPlan]]:
     """The version that the run starts from, and its steps: the numbers of versions go on as a run's do."""
     if "values" in planner.settings.credit.reads:
         raise SettingsError(
@@ -129,6 +134,7 @@ def plan_steps(planner: Planner, settings: TrainSettings) -> tuple[int, list[Ste
     for groups in planner.source.ready():
         step = planner.plan(groups, step=len(steps), from_version=version)
         steps.append(step)
+        on_step(len(steps))
         if step.trains:
             version = max(following, version + 1)
             trained += 1

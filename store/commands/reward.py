@@ -43,6 +43,14 @@ def reward(
         str | None, typer.Option(help="Reward this agent's part instead of the episode.")
     ] = None,
     call: Annotated[str | None, typer.Option(help="Reward this call instead of the episode.")] = None,
+    choice: Annotated[int | None, typer.Option(min=0, help="With --call: this one of its answers.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="START:END", help="With --call: these tokens of the answer, END not included."),
+    ] = None,
+    supersedes: Annotated[
+        str | None, typer.Option(help="Id of the row that this one replaces, whoever gave it.")
+    ] = None,
     final: Annotated[
         bool | None,
         typer.Option(
@@ -54,31 +62,43 @@ def reward(
 ) -> None:
     """Append one reward. Nothing is overwritten: a newer one of the same source takes its place."""
     from ...errors import UserError
-    from ...records import Reward, RewardTarget, new_id, now_ms
     from ..append import add_reward
     from ..database import Database
+    from ..reward_lines import RewardLine
+    from ..rewards import EPISODE, part_of
 
     if agent is not None and call is not None:
         raise UserError("--agent and --call exclude each other: a reward is about one thing")
-    target = RewardTarget.AGENT if agent is not None else RewardTarget.CALL if call is not None else None
-    is_final = target is None if final is None else final
-    row = Reward(
-        id=new_id(),
-        episode_id=episode,
-        target=target or RewardTarget.EPISODE,
+    if call is None and (choice is not None or tokens is not None):
+        raise UserError("--choice and --tokens are about a call: name it with --call")
+    start, end = (None, None) if tokens is None else _range(tokens)
+    row = RewardLine.model_construct(
+        episode=episode,
         value=value,
-        source=source,
-        created_at_ms=now_ms(),
+        final=final,
         agent=agent,
-        call_id=call,
-        final=is_final,
+        call=call,
+        choice=choice,
+        token_start=start,
+        token_end=end,
         note=note,
-    )
+        supersedes=supersedes,
+    ).reward(source)
     database = Database.open(db, must_exist=True)
     try:
         with database.write() as conn:
             add_reward(conn, row)
     finally:
         database.close()
-    about = f" about agent {agent}" if agent else f" about call {call}" if call else ""
-    typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if is_final else ''} ({row.id})")
+    part = part_of(row)
+    about = "" if part == EPISODE else f" about {part.describe()}"
+    typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if row.final else ''} ({row.id})")
+
+
+def _range(text: str) -> tuple[int, int]:
+    from ...errors import UserError
+
+    start, colon, end = text.partition(":")
+    if not (colon and start.isdecimal() and end.isdecimal()):
+        raise UserError(f"--tokens is START:END, for example 0:12, not {text!r}")
+    return int(start), int(end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.errors import NothingToTrainError, SettingsError, UserError
-from lightning_rl.records import CallKind, Quarantine
+from lightning_rl.records import CallKind, Quarantine, now_ms
 from lightning_rl.settings import DryRunSettings
 from lightning_rl.store.append import append_entries, create_episode
 from lightning_rl.store.database import Database
@@ -48,6 +49,9 @@ def play(log: Database, task: str, rewards, *, calls: int = 2) -> None:
                 end_episode(conn, name, by="api")
             else:
                 add_reward(conn, log_rows.reward(name, value, final=True))
+        until = now_ms() + 1
+        while now_ms() < until:  # two ends in one millisecond would be ordered by name
+            time.sleep(0.001)
 
 
 def settings(log: Database, **changes) -> DryRunSettings:
@@ -97,6 +101,33 @@ def test_a_policy_step_stops_where_the_run_would(log):
         play(log, f"t{i}", [1.0, 0.0] if i else [1.0, 1.0])
     found = dry_run(settings(log, groups_per_step=1, max_steps=2))
     assert [step.trains for step in found.plan.steps] == [False, True, True]
+
+
+def test_groups_of_one_are_compared_with_what_ended_before(log):
+    """Live traffic: one episode per task. The log alone makes the baseline, however the steps are cut."""
+    for i, value in enumerate([0.0, 1.0, 0.0, 1.0, 1.0]):
+        play(log, f"t{i}", [value], calls=1)
+    nobody = dry_run(settings(log))
+    assert not any(step.trains for step in nobody.plan.steps)
+    rule = "running_baseline min_history=2 decay=0.5"
+
+    def advantages(groups_per_step):
+        found = dry_run(settings(log, credit=rule, groups_per_step=groups_per_step))
+        return {
+            row.episode_id: row.advantage if row.reason is None else row.reason
+            for step in found.plan.steps
+            for row in step.manifest.choices
+            if row.call_id.endswith("-0-0")
+        }
+
+    wanted = {
+        "t0-0": "no_baseline_yet",
+        "t1-0": "no_baseline_yet",
+        "t2-0": pytest.approx(0 - 1 / 1.5),
+        "t3-0": pytest.approx(1 - 0.5 / 1.75),
+        "t4-0": pytest.approx(1 - 1.25 / 1.875),
+    }
+    assert advantages(1) == advantages(5) == wanted
 
 
 def run(*arguments: str):

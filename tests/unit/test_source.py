@@ -39,3 +39,10 @@ def group(*episodes, expected_size=None) -> Group:
 )
 def test_a_group_is_taken_when_nothing_more_is_to_be_expected(made, taken):
     assert settled_after(made) == taken
+
+
+def test_a_rule_that_needs_no_sibling_takes_a_group_of_one_once_nothing_more_comes():
+    alone = group(episode("a", 1.0))
+    assert not is_settled(alone, ENDED_AT_MS, fewest_episodes=1)
+    assert is_settled(alone, ENDED_AT_MS + GRACE_MS + 1, fewest_episodes=1)
+    assert not is_settled(group(), ENDED_AT_MS + GRACE_MS + 1, fewest_episodes=1)

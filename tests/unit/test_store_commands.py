@@ -86,6 +86,26 @@ def test_rewards_of_an_agent_and_of_a_call(database: Database) -> None:
     ]
 
 
+def test_a_range_of_tokens_of_one_answer_and_a_row_that_replaces_another(database: Database) -> None:
+    first = run("reward", "ep", "1", "--call", "c1", "--tokens", "0:2")
+    assert "about call c1 choice 0 tokens 0-2 (" in first.output
+    assert run("reward", "ep", "0", "--call", "c1", "--choice", "0").exit_code == 0
+    name = episode(database).rewards[0].id
+    assert run("reward", "ep", "-2", "--source", "human", "--supersedes", name).exit_code == 0
+    rows = episode(database).rewards
+    assert [row.target for row in rows] == [RewardTarget.TOKENS, RewardTarget.CALL, RewardTarget.EPISODE]
+    assert (rows[0].token_start, rows[0].token_end, rows[2].supersedes) == (0, 2, name)
+    for wrong, said in (
+        (("--tokens", "0:2"), "name it with --call"),
+        (("--call", "c1", "--tokens", "much"), "START:END"),
+        (("--call", "c1", "--tokens", "0:99"), "not a range within the 2 tokens"),
+        (("--call", "c1", "--choice", "5"), "has no choice 5"),
+        (("--supersedes", "nothing"), "no reward 'nothing' to supersede"),
+    ):
+        assert said in str(error("reward", "ep", "1", *wrong))
+    assert len(episode(database).rewards) == 3
+
+
 def test_mistakes_are_one_line_and_write_nothing(database: Database, tmp_path: Path) -> None:
     unknown = error("reward", "nobody", "1")
     assert isinstance(unknown, UnknownEpisodeError)

@@ -1,4 +1,8 @@
-"""`make conformance`: every case straight and through the proxy. The last line is a JSON object."""
+"""`make conformance`: every case straight and through the proxy. The last line is a JSON object.
+
+Names or their beginnings as arguments choose cases; `ws-`, `blocked`, `disconnects`, `schemathesis` and
+`engine` choose the other parts.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +10,112 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .blocked import blocked
 from .cases_websocket import CONVERSATIONS, run_conversation
 from .catalogue import all_cases
 from .compare import run_case
-from .running import running
+from .disconnects import random_disconnects, until_gone_ms
+from .running import Running, running
+
+
+@dataclass
+class Tally:
+    chosen: list[str]
+    num_cases: int = 0
+    num_identical: int = 0
+    num_exact: int = 0
+    num_recordable: int = 0
+    declared: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def wants(self, name: str) -> bool:
+        return not self.chosen or any(name.startswith(part) for part in self.chosen)
+
+    def group(self, title: str, num_cases: int, num_identical: int) -> None:
+        self.num_cases += num_cases
+        self.num_identical += num_identical
+        if num_cases:
+            print(f"{title:<24} {num_identical:>4} of {num_cases:>4} identical", flush=True)
 
 
 def main() -> int:
-    only = sys.argv[1:]
-    groups, left_out = all_cases()
-    num_cases = num_identical = num_exact = num_recordable = 0
-    reasons: Counter[str] = Counter()
-    faults: list[str] = []
+    tally = Tally(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as system:
-        for group, cases in groups.items():
-            chosen = [case for case in cases if not only or any(case.name.startswith(o) for o in only)]
-            identical = 0
-            for case in chosen:
-                verdict = run_case(system, case)
-                identical += not verdict.faults
-                num_recordable += case.tokens is not None
-                num_exact += verdict.is_exact is True
-                if verdict.declared is not None:
-                    reasons[verdict.declared] += 1
-                faults += [f"{case.name}: {fault}" for fault in verdict.faults]
-            if chosen:
-                print(f"{group:<24} {identical:>4} of {len(chosen):>4} identical", flush=True)
-            num_cases += len(chosen)
-            num_identical += identical
-        chosen_talks = [c for c in CONVERSATIONS if not only or any(c.name.startswith(o) for o in only)]
-        same = 0
-        for conversation in chosen_talks:
-            found = run_conversation(system, conversation)
-            same += not found
-            faults += [f"{conversation.name}: {fault}" for fault in found]
-        if chosen_talks:
-            print(f"{'WebSocket':<24} {same:>4} of {len(chosen_talks):>4} identical", flush=True)
-        num_cases += len(chosen_talks)
-        num_identical += same
-        if not only or "blocked" in only:
-            num_tried, passed = blocked(system)
-            print(f"{'admin routes':<24} {num_tried - len(passed):>4} of {num_tried:>4} blocked", flush=True)
-            faults += passed
+        _replays(system, tally)
+        _conversations(system, tally)
+        _admin_routes(system, tally)
+        _disconnects(system, tally)
         if (traceback := system.traceback()) is not None:
-            faults.append(f"the proxy wrote a traceback: {traceback}")
+            tally.faults.append(f"the proxy wrote a traceback: {traceback}")
+    return _report(tally)
+
+
+def _replays(system: Running, tally: Tally) -> None:
+    groups, left_out = all_cases()
+    for group, cases in groups.items():
+        chosen = [case for case in cases if tally.wants(case.name)]
+        num_identical = 0
+        for case in chosen:
+            verdict = run_case(system, case)
+            num_identical += not verdict.faults
+            tally.num_recordable += case.tokens is not None
+            tally.num_exact += verdict.is_exact is True
+            if verdict.declared is not None:
+                tally.declared[verdict.declared] += 1
+            tally.faults += [f"{case.name}: {fault}" for fault in verdict.faults]
+        tally.group(group, len(chosen), num_identical)
     for line in left_out:
         print(f"left out: {line}")
-    for reason, num in sorted(reasons.items()):
+
+
+def _conversations(system: Running, tally: Tally) -> None:
+    chosen = [conversation for conversation in CONVERSATIONS if tally.wants(conversation.name)]
+    num_identical = 0
+    for conversation in chosen:
+        found = run_conversation(system, conversation)
+        num_identical += not found
+        tally.faults += [f"{conversation.name}: {fault}" for fault in found]
+    tally.group("WebSocket", len(chosen), num_identical)
+
+
+def _admin_routes(system: Running, tally: Tally) -> None:
+    if tally.wants("blocked"):
+        num_tried, passed = blocked(system)
+        print(f"{'admin routes':<24} {num_tried - len(passed):>4} of {num_tried:>4} blocked", flush=True)
+        tally.faults += passed
+
+
+def _disconnects(system: Running, tally: Tally) -> None:
+    if not tally.wants("disconnects"):
+        return
+    for moment, (median_ms, max_ms) in until_gone_ms(system).items():
+        print(
+            f"client leaves {moment}: the engine's request is gone after {median_ms:.1f} ms (at most {max_ms:.1f})"
+        )
+        if median_ms > 200:
+            tally.faults.append(f"a client that leaves {moment} is noticed after {median_ms:.0f} ms")
+    statuses, faults = random_disconnects(system)
+    told = ", ".join(f"{num} {status}" for status, num in statuses.most_common())
+    print(f"500 clients left at random: {len(faults)} orphans or unexplained rows; {told}", flush=True)
+    tally.faults += faults
+
+
+def _report(tally: Tally) -> int:
+    for reason, num in sorted(tally.declared.items()):
         print(f"declared unrecordable: {num:>3}  {reason}")
-    for fault in faults:
+    for fault in tally.faults:
         print(f"FAULT {fault}", file=sys.stderr)
     result = {
-        "cases": num_cases,
-        "identical": num_identical,
-        "captured_exact": num_exact,
-        "declared_unrecordable": sum(reasons.values()),
+        "cases": tally.num_cases,
+        "identical": tally.num_identical,
+        "captured_exact": tally.num_exact,
+        "declared_unrecordable": sum(tally.declared.values()),
     }
     print(json.dumps(result))
-    return 0 if not faults and num_exact == num_recordable else 1
+    return 0 if not tally.faults and tally.num_exact == tally.num_recordable else 1
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Reply:
     closes: bool = False  # the connection is closed behind a complete answer, without a word
     after_sec: float = 0.0
     between_sec: float = PAUSE_SEC
+    cuts: bool = True  # False: its blocks are its pieces
 
 
 Answering = Callable[[Asked], Reply]
@@ -129,12 +130,11 @@ class ReplayEngine:
             await asyncio.sleep(reply.after_sec)
         wire = [_head(reply)]
         for block in reply.blocks:
-            wire += [_chunk(piece) for piece in self._cut(block)] if reply.framing == "chunked" else [block]
+            pieces = self._cut(block) if reply.cuts else [block]
+            wire += [_chunk(piece) for piece in pieces] if reply.framing == "chunked" else pieces
         if reply.framing == "chunked" and not reply.breaks:
             wire.append(b"0\r\n\r\n")
-        # A slow engine's pieces are its own blocks.
-        pieces = wire if reply.between_sec > PAUSE_SEC else self._cut(b"".join(wire))
-        for piece in pieces:
+        for piece in self._cut(b"".join(wire)) if reply.cuts else wire:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(reply.between_sec)

@@ -18,6 +18,7 @@ from .cases_websocket import CONVERSATIONS, run_conversation
 from .catalogue import all_cases
 from .compare import run_case
 from .disconnects import random_disconnects, until_gone_ms
+from .own_api import fuzz_own_api
 from .running import Running, running
 
 
@@ -47,6 +48,7 @@ def main() -> int:
         _replays(system, tally)
         _conversations(system, tally)
         _admin_routes(system, tally)
+        _own_api(system, tally)
         _disconnects(system, tally)
         if (traceback := system.traceback()) is not None:
             tally.faults.append(f"the proxy wrote a traceback: {traceback}")
@@ -86,6 +88,14 @@ def _admin_routes(system: Running, tally: Tally) -> None:
         num_tried, passed = blocked(system)
         print(f"{'admin routes':<24} {num_tried - len(passed):>4} of {num_tried:>4} blocked", flush=True)
         tally.faults += passed
+
+
+def _own_api(system: Running, tally: Tally) -> None:
+    if tally.wants("schemathesis"):
+        num_requests, faults = fuzz_own_api(system)
+        shown = "a 5xx" if faults else "no 5xx"
+        print(f"our own API under schemathesis: {num_requests} requests, {shown}", flush=True)
+        tally.faults += faults if num_requests else [*faults, "schemathesis made no requests"]
 
 
 def _disconnects(system: Running, tally: Tally) -> None:

@@ -65,7 +65,8 @@ crash-test: | $(INSTALLED) postgres ## kill -9 of the proxy under load, on SQLit
 	$(BIN)/python bench/crash/run.py $(CRASH_FLAGS)
 
 conformance: | $(INSTALLED) ## every case straight and through the proxy, compared byte by byte; ends with one JSON line
-	PYTHONPATH=tests $(BIN)/python -m conformance
+	@$(MAKE) --no-print-directory model
+	PYTHONPATH=tests LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m conformance $(CONFORMANCE_FLAGS)
 
 demo: | $(INSTALLED) ## the whole loop on this machine: record, reward, train, publish; ends with one JSON line
 	@$(MAKE) --no-print-directory model

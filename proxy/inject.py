@@ -108,7 +108,9 @@ class Injection:
         if self._after_cr:
             rest = rest.removeprefix(b"\n")
         data = data_of(rest)
-        if data is not None and parse(data) is not None:
+        if data is None or not data.lstrip().startswith(b"{"):
+            return rest
+        if parse(data) is not None:
             return self.undo_block(rest)
         if self.asks_tokens and (match := _INJECTED_VALUE.search(rest)):
             rest = rest[: match.end()]

@@ -1,7 +1,7 @@
 """`make conformance`: every case straight and through the proxy. The last line is a JSON object.
 
 Names or their beginnings as arguments choose cases; `ws-`, `blocked`, `disconnects`, `schemathesis` and
-`engine` choose the other parts.
+`live-` choose the other parts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .catalogue import all_cases
 from .compare import run_case
 from .disconnects import random_disconnects, until_gone_ms
 from .own_api import fuzz_own_api
+from .real_engine import live_cases, live_system, model_folder, run_live, why_not
 from .running import Running, running
 
 
@@ -52,6 +53,7 @@ def main() -> int:
         _disconnects(system, tally)
         if (traceback := system.traceback()) is not None:
             tally.faults.append(f"the proxy wrote a traceback: {traceback}")
+    _live(tally)
     return _report(tally)
 
 
@@ -102,15 +104,33 @@ def _disconnects(system: Running, tally: Tally) -> None:
     if not tally.wants("disconnects"):
         return
     for moment, (median_ms, max_ms) in until_gone_ms(system).items():
-        print(
-            f"client leaves {moment}: the engine's request is gone after {median_ms:.1f} ms (at most {max_ms:.1f})"
-        )
+        times = f"{median_ms:.1f} ms (at most {max_ms:.1f})"
+        print(f"client leaves {moment}: the engine's request is gone after {times}")
         if median_ms > 200:
             tally.faults.append(f"a client that leaves {moment} is noticed after {median_ms:.0f} ms")
     statuses, faults = random_disconnects(system)
     told = ", ".join(f"{num} {status}" for status, num in statuses.most_common())
     print(f"500 clients left at random: {len(faults)} orphans or unexplained rows; {told}", flush=True)
     tally.faults += faults
+
+
+def _live(tally: Tally) -> None:
+    chosen = [case for case in live_cases() if tally.wants(case.name)]
+    if not chosen:
+        return
+    model = model_folder()
+    if (reason := why_not(model)) is not None:
+        print(f"left out: the real vLLM: {reason}")
+        return
+    num_identical = 0
+    with live_system(model) as (engine, proxy, database):
+        for case in chosen:
+            found, is_exact = run_live(engine, proxy, database, case)
+            num_identical += not found
+            tally.num_recordable += 1
+            tally.num_exact += is_exact
+            tally.faults += [f"{case.name}: {fault}" for fault in found]
+    tally.group("real vLLM, hermes parser", len(chosen), num_identical)
 
 
 def _report(tally: Tally) -> int:

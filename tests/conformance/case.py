@@ -51,7 +51,9 @@ class Case:
     adds: tuple[tuple[str, str], ...] = ()  # members that the proxy is documented to set, with their values
     engine_body: bytes | None = None  # what the engine must get, where `adds` at the end does not say it
     status: str | None = None  # of the row, where the case is about it
-    message: Any = None  # of choice 0 in the log, where the case is about it
+    answer_adds: tuple[bytes, bytes] | None = (
+        None  # documented: what is added to the body, before which bytes
+    )
 
 
 ADDS_CHAT = (("return_token_ids", "true"), ("logprobs", "true"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from dataclasses import replace
+from typing import Any
 
 from .case import ADDS_CHAT, CHAT, Case, body_of, fixed, replies_with, tokens_of
-from .cases_chat import PLAIN
+from .cases_chat import PARALLEL_TOOLS, PLAIN, THREE, TOOL
 from .replay import Asked, Reply
-from .vllm_forms import compact
+from .vllm_forms import Script, compact
 from .wire import Pairs, Question
 
 JSON = (b"content-type", b"application/json")
@@ -19,7 +21,63 @@ BROTLI = b"\x0b\x00\x80{}\x03"
 
 
 def http_cases() -> list[Case]:
-    return _methods() + _targets() + _bodies() + _compression() + _connections()
+    return _methods() + _targets() + _models() + _bodies() + _compression() + _connections()
+
+
+def _models() -> list[Case]:
+    """The list of models, which shows the policy, and calls that name it, or name it otherwise, or nothing."""
+    card = b'{"id":"base", "object":"model", "created":1, "max_model_len":2048, "permission":[{"id":"p"}]}'
+    policy = b'{"id":"policy","object":"model","created":1,"max_model_len":2048,"permission":[{"id":"p"}]}'
+    listed = Reply(blocks=(b'{"object": "list", "data": [' + card + b"] }\n",))
+    models = Question("GET", "/v1/models", ())
+    cases = [
+        Case("models", (models,), fixed(listed), answer_adds=(b"," + policy, b"] }")),
+        _plain("version", Question("GET", "/version", ()), Reply(blocks=(b'{"version":"0.32.0"}',))),
+    ]
+    for model in ("gpt-4o", "policy", 'claude-"\\', "base", "other"):
+        for kind, script, more in (
+            ("chat", PLAIN, {}),
+            ("stream", PARALLEL_TOOLS, {"tools": [TOOL], "stream": True}),
+            ("stream-n3", THREE, {"n": 3, "stream": True}),
+        ):
+            body = body_of(model=model, **more)
+            served = b'"other"' if model == "other" else b'"base"'  # what nobody has an alias for stays
+            engine_body = body.replace(json.dumps(model).encode(), served, 1)
+            added = b',"return_token_ids":true,"logprobs":true}'
+            cases.append(
+                Case(
+                    f"alias-{kind}-{model[:6]}",
+                    (Question(pieces=(body,)),),
+                    named(script),
+                    tokens=tokens_of(script),
+                    engine_body=engine_body[:-1] + added,
+                )
+            )
+    nameless = b'{"messages": []}'
+    cases.append(
+        Case(
+            "alias-none",
+            (Question(pieces=(nameless,)),),
+            replies_with(PLAIN),
+            tokens=tokens_of(PLAIN),
+            engine_body=b'{"messages": [],"model":"base","return_token_ids":true,"logprobs":true}',
+        )
+    )
+    plain = Question("POST", "/tokenize", (JSON,), (b'{"prompt": "a", "model" : "gpt-4o"}',))
+    told = fixed(Reply(blocks=(b'{"count":5}',)))
+    cases.append(Case("alias-plain", (plain,), told, engine_body=b'{"prompt": "a", "model" : "base"}'))
+    return cases
+
+
+def named(script: Script) -> Any:
+    """The engine calls itself what it was called."""
+
+    def answer(asked: Asked) -> Reply:
+        called = json.loads(asked.body)["model"]
+        reply: Reply = replies_with(replace(script, model=called))(asked)
+        return reply
+
+    return answer
 
 
 def _plain(name: str, question: Question, reply: Reply) -> Case:

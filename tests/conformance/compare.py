@@ -9,8 +9,6 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from lightning_rl.store.read import load_episodes
 
 from . import substitutions
@@ -48,7 +46,7 @@ def _run_once(running: Running, case: Case, cut: int, verdict: Verdict) -> None:
     proxied = ask_all(running.address, case.questions, f"/episodes/{episode}", more)
     sent_proxied = running.asked.pop(mark, [])
     faults = verdict.faults
-    faults += _answers(straight, proxied)
+    faults += _answers(case, straight, proxied)
     wanted = [substitutions.straight_request(asked, case) for asked in sent_straight]
     got = [substitutions.proxied_request(asked) for asked in sent_proxied]
     if wanted != got:
@@ -56,13 +54,13 @@ def _run_once(running: Running, case: Case, cut: int, verdict: Verdict) -> None:
     _check_log(running, case, episode, verdict)
 
 
-def _answers(straight: list[RawAnswer], proxied: list[RawAnswer]) -> list[str]:
+def _answers(case: Case, straight: list[RawAnswer], proxied: list[RawAnswer]) -> list[str]:
     faults = []
     for one, other in zip(straight, proxied, strict=True):
         if not one.status_line or not other.status_line:
             faults.append(f"answer {other.status_line!r}, not {one.status_line!r}")
             continue
-        wanted, got = substitutions.straight_answer(one), substitutions.proxied_answer(other)
+        wanted, got = substitutions.straight_answer(one, case), substitutions.proxied_answer(other)
         if wanted != got:
             for name in ("status", "reason", "headers", "body", "is_broken"):
                 a, b = getattr(wanted, name), getattr(got, name)
@@ -109,7 +107,7 @@ def settled_rows(running: Running, episode: str, num: int = 1) -> list[dict[str,
 
 
 def _check_log(running: Running, case: Case, episode: str, verdict: Verdict) -> None:
-    if case.tokens is None and case.declared is None and case.status is None and case.message is None:
+    if case.tokens is None and case.declared is None and case.status is None:
         return
     rows = settled_rows(running, episode, len(case.questions))
     if len(rows) != len(case.questions):
@@ -128,14 +126,6 @@ def _check_log(running: Running, case: Case, episode: str, verdict: Verdict) -> 
         verdict.is_exact = is_exact and verdict.is_exact is not False
         if not is_exact:
             verdict.faults.append(f"captured {_shorten(found)}, not {_shorten(case.tokens)}")
-    if case.message is not None:
-        with running.database.read() as conn:
-            text = conn.exec_driver_sql(
-                "SELECT message FROM choices WHERE call_id = ? ORDER BY choice_index", (rows[0]["id"],)
-            ).scalar()
-        message = orjson.loads(text) if text else None
-        if message != case.message:
-            verdict.faults.append(f"the log's message is {_shorten(message)}, not {_shorten(case.message)}")
 
 
 def captured(running: Running, episode: str) -> list[Tokens]:

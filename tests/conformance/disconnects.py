@@ -59,7 +59,7 @@ def asking(running: Running, mark: bytes, episode: str, *, stream: bool) -> Iter
 
 
 def until_gone_ms(running: Running, num_times: int = 20) -> dict[str, tuple[float, float]]:
-    """From the client's leaving to the end of the engine's request: median and maximum, for each moment."""
+    """From the client's leaving to the end of the engine's request: median and maximum per moment."""
     moments = {
         "before headers": (True, 5.0, 0.0, 0),
         "during a stream": (True, 0.0, 0.02, 3),
@@ -85,7 +85,7 @@ def until_gone_ms(running: Running, num_times: int = 20) -> dict[str, tuple[floa
 
 
 def random_disconnects(running: Running, num: int = 500) -> tuple[Counter[str], list[str]]:
-    """What the log says of so many calls whose clients left at random moments; and what it does not explain."""
+    """What the log says of so many calls whose clients left at random; and what it does not explain."""
     rng = random.Random(3)
     running.answers[b"random"] = _answering(0.01, 0.002)
     plans = [(i, rng.random(), rng.random() < 0.6, rng.choice(("fin", "reset"))) for i in range(num)]

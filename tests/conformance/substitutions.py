@@ -54,10 +54,17 @@ class Sent:
     body: bytes
 
 
-def straight_answer(answer: RawAnswer) -> Seen:
+def straight_answer(answer: RawAnswer, case: Case) -> Seen:
     """What the client must see through the proxy, given what it saw straight."""
     status = answer.status_line.split(b" ")[1]
-    return Seen(status, _phrase(status), _end_to_end(answer.headers), answer.body, answer.is_broken)
+    headers, body = _end_to_end(answer.headers), answer.body
+    if case.answer_adds is not None:  # the list of models has an entry more for each policy
+        added, before = case.answer_adds
+        at = body.rindex(before)
+        body = body[:at] + added + body[at:]
+        length = str(len(body)).encode()
+        headers = tuple((n, length if n == b"content-length" else v) for n, v in headers)
+    return Seen(status, _phrase(status), headers, body, answer.is_broken)
 
 
 def proxied_answer(answer: RawAnswer) -> Seen:

@@ -71,8 +71,8 @@ class RawAnswer:
 class Connection:
     """One client connection, as plain as it gets."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._socket = socket.create_connection(address, timeout=TIMEOUT_SEC)
+    def __init__(self, address: tuple[str, int], timeout_sec: float = TIMEOUT_SEC) -> None:
+        self._socket = socket.create_connection(address, timeout=timeout_sec)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
         self._ended = False

@@ -356,3 +356,31 @@ def test_the_older_function_call() -> None:
         {"function_call": {"name": "f", "arguments": ""}}, {"function_call": {"arguments": "{}"}}
     )
     assert message["function_call"] == {"name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    "doc",
+    [
+        {"choices": 5},
+        {"choices": ["x"]},
+        {"choices": [{"index": "x", "delta": {}}]},
+        {"choices": [{"index": 0, "delta": 7}]},
+        {
+            "choices": [
+                {"index": 0, "delta": {"tool_calls": "x"}, "token_ids": ["a"], "logprobs": {"content": 1}}
+            ]
+        },
+        {"choices": [{"index": 0, "delta": {}, "token_ids": [-1], "finish_reason": {"a": 1}}], "usage": 3},
+        {"choices": [], "usage": {"completion_tokens": "many"}, "prompt_token_ids": "x"},
+    ],
+)
+def test_what_has_not_the_shape_of_an_answer_is_recorded_as_damaged(doc: dict[str, Any]) -> None:
+    for is_stream in (True, False):
+        reader = StreamReader(1)
+        if is_stream:
+            reader.add(json.dumps(doc).encode())
+            reader.parse()
+        else:
+            reader.answer.take(doc, is_chunk=False)
+        end = make_end("c", request(), reader.answer, ENDING)
+        assert all(choice.quarantine is not None for choice in end.choices)

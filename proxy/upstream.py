@@ -5,8 +5,13 @@ Knows HTTP; nothing of calls, tokens or the log. Bodies pass as bytes, compresse
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import AsyncIterator, Iterable
+from contextvars import ContextVar
 from functools import lru_cache
+from types import NoneType
+from typing import Any
 
 import aiohttp
 from yarl import URL
@@ -49,13 +54,39 @@ CONNECT_FAILURES = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 """Those of them that are raised before a byte was sent: the call may go to another engine."""
 
 
+RACE_SEC = 5.0
+"""A request that fails later than this has not met a connection that was just being closed."""
+
+_is_fresh: ContextVar[bool] = ContextVar("_is_fresh")  # whether this task's request made its connection
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells a request whether its connection was made for it; aiohttp's own tracing is far dearer."""
+
+    async def _create_connection(self, *request: Any) -> Any:
+        _is_fresh.set(True)
+        return await super()._create_connection(*request)
+
+
+def _was_never_read(error: Exception) -> bool:
+    """The connection was closed before the answer's first byte (as far as anybody can tell)."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # else it is the head that had begun
+    return isinstance(error, aiohttp.ClientOSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
+
+
 class Upstream:
     """The way to the engines, as the relay sees it. Create and close it on the event loop."""
 
     def __init__(self, api_key: str | None) -> None:
         self._authorization = f"Bearer {api_key}" if api_key else None
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SEC),
+        self._session = self._new_session(_Connector(limit=0, keepalive_timeout=KEEP_ALIVE_SEC))
+        self._fresh: aiohttp.ClientSession | None = None  # each request on a connection of its own
+
+    @staticmethod
+    def _new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SEC, sock_read=None),
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -66,6 +97,8 @@ class Upstream:
 
     async def close(self) -> None:
         await self._session.close()
+        if self._fresh is not None:
+            await self._fresh.close()
 
     async def send(
         self,
@@ -77,27 +110,32 @@ class Upstream:
         *,
         wants_plain: bool = False,
     ) -> aiohttp.ClientResponse:
-        """Ask that engine; returns at the answer's head. `wants_plain`: the answer must not be compressed."""
+        """Ask that engine; returns at the answer's head. `wants_plain`: the answer must not be compressed.
+
+        An engine may close an idle connection at the moment that we use it: the request is then sent once
+        more, on a connection of its own. Never where a byte of the answer has come, the connection was new,
+        or the body is a stream.
+        """
         forwarded = request_headers(headers, keeps_length=not isinstance(body, bytes))
         if wants_plain:
             plain = ("accept-encoding", "identity")
             forwarded = [plain if pair[0] == "accept-encoding" else pair for pair in forwarded]
         if self._authorization is not None:
             forwarded.append(("authorization", self._authorization))
-        return await self._session.request(
-            method,
-            _url(engine_url + path_and_query),
-            headers=forwarded,
-            data=body,
-            allow_redirects=False,
-        )
-
-    def request_headers(self, headers: Headers) -> list[tuple[str, str]]:
-        """What the engine is sent of the client's headers, with the engine's key."""
-        forwarded = request_headers(headers)
-        if self._authorization is not None:
-            forwarded.append(("authorization", self._authorization))
-        return forwarded
+        url = _url(engine_url + path_and_query)
+        _is_fresh.set(False)
+        started = time.monotonic()
+        try:
+            return await self._session.request(
+                method, url, headers=forwarded, data=body, allow_redirects=False
+            )
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            is_race = time.monotonic() - started < RACE_SEC and not _is_fresh.get()
+            if not is_race or not _was_never_read(error) or not isinstance(body, (bytes, NoneType)):
+                raise
+        if self._fresh is None:
+            self._fresh = self._new_session(_Connector(limit=0, force_close=True))
+        return await self._fresh.request(method, url, headers=forwarded, data=body, allow_redirects=False)
 
 
 @lru_cache(maxsize=1024)

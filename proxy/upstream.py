@@ -137,6 +137,13 @@ class Upstream:
             self._fresh = self._new_session(_Connector(limit=0, force_close=True))
         return await self._fresh.request(method, url, headers=forwarded, data=body, allow_redirects=False)
 
+    def request_headers(self, headers: Headers) -> list[tuple[str, str]]:
+        """What the engine is sent of the client's headers, with the engine's key."""
+        forwarded = request_headers(headers)
+        if self._authorization is not None:
+            forwarded.append(("authorization", self._authorization))
+        return forwarded
+
 
 @lru_cache(maxsize=1024)
 def _url(text: str) -> URL:

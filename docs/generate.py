@@ -23,6 +23,8 @@ def _type(annotation: Any) -> str:
         return "list of str"
     if get_origin(annotation) is dict:
         return "table of numbers" if arguments[1] is not str else "table of strings"
+    if get_origin(annotation) is list and arguments == (str,):
+        return "list of strings"
     names = [
         argument.__name__
         for argument in arguments

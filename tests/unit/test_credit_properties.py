@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 from fakes.episodes import call, choice, played
+from fakes.episodes import group as group_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.records import CallKind
+from lightning_rl.records import CallKind, EpisodeStatus, Quarantine, Reward, RewardTarget
 from lightning_rl.trainer.credit.base import CreditContext, JudgedEpisode, JudgedGroup, PastEpisode
 from lightning_rl.trainer.credit.registry import RULES, configure
+from lightning_rl.trainer.plan import PlanSettings, plan_step
 from lightning_rl.trainer.reasons import Reason
+from lightning_rl.trainer.selection import SelectionRules
 
 OF_CALLS = ("gigpo", "hgpo", "step_gae", "intermediate")
 COMPARES_ELSEWHERE = ("reinforce_pp", "running_baseline", "step_gae")  # with the batch, the past, a critic
@@ -221,3 +224,47 @@ def test_with_lambda_one_and_no_discount_gae_is_return_minus_value(rewards):
             name = f"e0{i}-c{k}"
             expected = math.fsum(given_rewards[k:]) - values.get(name)
             assert found[name, 0].advantage == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=60)
+@given(rule_settings, steps(), st.data())
+def test_an_excluded_call_keeps_its_place_and_loses_only_its_loss(setting, groups, data):
+    """Through the whole plan: masked calls are None with their reason, all others are to the digit what they
+    were."""
+
+    def logged(judged: JudgedEpisode) -> Any:
+        name_of = judged.episode.id
+        rewards = [Reward(f"r-{name_of}", name_of, RewardTarget.EPISODE, judged.value or 0.0, "x", 0)]
+        rewards += [
+            Reward(f"r-{name}", name_of, RewardTarget.CALL, value, "judge", 0, call_id=name)
+            for name, value in judged.parts.calls.items()
+        ]
+        status = EpisodeStatus.FAILED if judged.set_aside else EpisodeStatus.ENDED
+        return replace(judged.episode, rewards=tuple(rewards), status=status)
+
+    def plan(masked: set[str]) -> dict[str, Any]:
+        made = []
+        for g in groups:
+            members = []
+            for judged in g.episodes:
+                calls = tuple(
+                    replace(c, choices=(choice(c.id, [2], quarantine=Quarantine.PENALTIES),))
+                    if c.id in masked
+                    else c
+                    for c in judged.episode.calls
+                )
+                members.append(replace(logged(judged), calls=calls))
+            made.append(group_of(g.id, members))
+        rules = PlanSettings(SelectionRules("policy"), configure(setting))
+        context = context_of(groups)
+        found = plan_step(made, rules, run_id="r", step=0, from_version=0, context=context)
+        return {row.call_id: row for row in found.manifest.choices}
+
+    names = [c.id for g in groups for e in g.episodes for c in e.episode.calls]
+    masked = set(data.draw(st.lists(st.sampled_from(names), max_size=3)))
+    before, after = plan(set()), plan(masked)
+    for name, row in after.items():
+        if name in masked:
+            assert (row.advantage, row.multiplier, row.reason) == (None, 0.0, "penalties")
+        else:
+            assert (row.advantage, row.reason) == (before[name].advantage, before[name].reason)

@@ -219,6 +219,7 @@ class ProxySettings(_Layered):
     )
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
     publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")
+    workers: int = Field(1, ge=1, le=64, description="Processes that share the port and the log.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Level of the log on stderr."
     )

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -49,6 +50,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
     publish: Annotated[
         bool | None, typer.Option("--publish/--no-publish", help="Whether to load new policy versions.")
     ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the port and the log.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     engine_check: Annotated[
         bool,
@@ -75,6 +77,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
         durability=durability,
         recording=recording,
         publish=publish,
+        workers=workers,
         log_level=log_level,
     )
     _require_token(settings)
@@ -86,10 +89,35 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     import asyncio
 
     from ..store.database import Database
+    from .engine_watch import require_engine
+    from .workers import Workers
+
+    _set_up_logging(settings.log_level)
+    listener = _listen(settings.host, settings.port)
+
+    def say_ready() -> None:
+        typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
+
+    try:
+        Database.open(settings.db).close()  # its mistakes come first, and once
+        if checks_engine:
+            asyncio.run(require_engine(settings))
+        if settings.workers == 1:
+            serve_on(settings, listener, say_ready)
+        else:
+            Workers(settings, listener, serve_on).run(say_ready)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listener.close()
+
+
+def serve_on(settings: ProxySettings, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """One proxy process on a socket that listens already, until a signal."""
+    from ..store.database import Database
     from .app import ProxyApp
-    from .engine_watch import require_engine, watch_engines
     from .idle import end_idle_episodes
-    from .publisher import publish
+    from .serving import serve_policies
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -98,25 +126,18 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     # closed.
     signal.signal(signal.SIGTERM, interrupt)
     _set_up_logging(settings.log_level)
-    listener = _listen(settings.host, settings.port)
+    database = Database.open(settings.db)
+    proxy = ProxyApp(settings, database, background=[serve_policies, end_idle_episodes])
     try:
-        database = Database.open(settings.db)
-        watch = publish if settings.publish else watch_engines
-        proxy = ProxyApp(settings, database, background=[watch, end_idle_episodes])
-        try:
-            if checks_engine:
-                asyncio.run(require_engine(settings))
-            _make_server(proxy, listener).run(sockets=[listener])
-        except KeyboardInterrupt:
-            pass  # uvicorn has drained by now, and raises the signal again
-        finally:
-            proxy.recorder.close()  # a second Ctrl-C has skipped the shutdown, not what the log is owed
-            database.close()
+        _make_server(proxy, on_ready).run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass  # uvicorn has drained by now, and raises the signal again
     finally:
-        listener.close()
+        proxy.recorder.close()  # a second Ctrl-C has skipped the shutdown, not what the log is owed
+        database.close()
 
 
-def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
+def _make_server(proxy: ProxyApp, on_ready: Callable[[], None]) -> uvicorn.Server:
     import uvicorn
 
     config = uvicorn.Config(
@@ -138,7 +159,7 @@ def _make_server(proxy: ProxyApp, listener: socket.socket) -> uvicorn.Server:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
+            on_ready()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             is_second, running = self.should_exit, proxy.gate.in_flight

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 
 from ..engine.client import EngineClient, EngineGoneError
 from ..errors import EngineError
 from ..settings import ProxySettings
 from .app import ProxyApp
-from .swap import BASE_LABEL, Handle
+from .engines import Holding
+from .swap import BASE_LABEL, Handle, what_is_missing
 
 LOOK_SEC = 1.0
 
@@ -60,49 +62,76 @@ async def require_engine(settings: ProxySettings) -> None:
         ) from None
 
 
-async def watch_engines(app: ProxyApp) -> None:
-    """Background task of a proxy that does not publish: which engines are there, with their base model?"""
-    said: dict[Handle, str] = {}
-    app.gate.hold()  # calls wait for the first look, instead of being refused
-    async with engine_handles(app) as handles:
-        while True:
-            await asyncio.gather(*(_look_at(app, handle, said) for handle in handles))
-            if not app.engines.in_rotation:
-                app.live.forget_engine()
-            app.gate.open()
-            await asyncio.sleep(LOOK_SEC)
+class EngineWatch:
+    """Looks at the engines for a proxy that does not publish."""
 
+    def __init__(self, app: ProxyApp, handles: Sequence[Handle]) -> None:
+        self._app = app
+        self._handles = handles
+        self._looked_at_sec = float("-inf")
+        self._said: dict[Handle, str] = {}
 
-async def _look_at(app: ProxyApp, handle: Handle, said: dict[Handle, str]) -> None:
-    try:
-        await _look(app, handle)
-    except EngineError as error:
-        app.engines.withdraw(handle.state, is_up=not isinstance(error, EngineGoneError))
-        if str(error) != said.get(handle):
-            said[handle] = str(error)
-            logger.warning("%s", error)
-    else:
-        said.pop(handle, None)
+    async def turn(self, *, listed: Collection[str] | None) -> None:
+        """One look, if it is time for one.
 
+        `listed`: URLs of the engines that another proxy keeps in rotation. None: no proxy publishes, and what
+        an engine holds is taken for the base model if nobody has published there.
+        """
+        engines = self._app.engines
+        hurries = not engines.in_rotation or any(engine.is_suspect for engine in engines.all)
+        wait_sec = LOOK_SEC / 4 if hurries else LOOK_SEC
+        if time.monotonic() - self._looked_at_sec < wait_sec:
+            return
+        self._looked_at_sec = time.monotonic()
+        await asyncio.gather(*(self._look_at(handle, listed) for handle in self._handles))
+        if listed is not None:
+            return
+        if not engines.in_rotation:
+            self._app.live.forget_engine()
+            engines.holding = Holding()
+        self._app.gate.open()
 
-async def _look(app: ProxyApp, handle: Handle) -> None:
-    label = await handle.client.weight_label()
-    if label not in (None, BASE_LABEL):
-        raise EngineError(
-            f"the engine at {handle.state.url} holds {label!r}, which somebody has published: which version "
-            "answers can't be known here, so the policy is not served; use the proxy that publishes, or "
-            "restart the engine"
-        )
-    model = await handle.client.base_model()
-    if handle.state in app.engines.in_rotation and app.live.base_model == model.name:
-        handle.state.is_suspect = False
-        return
-    if app.live.base_model not in (None, model.name) and app.engines.in_rotation not in ([], [handle.state]):
-        raise EngineError(
-            f"the engine at {handle.state.url} serves {model.name!r}, not {app.live.base_model!r} as the "
-            "others: give it the same model and --served-model-name"
-        )
-    fingerprint_id = await app.fingerprint_of(handle.client)
-    app.engines.admit_engine(handle.state, fingerprint_id=fingerprint_id)
-    if app.live.base_model != model.name:
-        app.live.set_base_model(model.name)
+    async def _look_at(self, handle: Handle, listed: Collection[str] | None) -> None:
+        app, state = self._app, handle.state
+        try:
+            if listed is None:
+                await self._look(handle)
+            elif state.url in listed:
+                missing = await what_is_missing(handle.client, app.engines.holding, state.lacks)
+                if missing is not None:
+                    raise EngineError(f"the engine at {state.url}: {missing}")
+                app.engines.admit_engine(state, fingerprint_id=state.fingerprint_id, lacks=state.lacks)
+        except EngineError as error:
+            app.engines.withdraw(state, is_up=not isinstance(error, EngineGoneError))
+            if str(error) != self._said.get(handle):
+                self._said[handle] = str(error)
+                logger.warning("%s", error)
+        else:
+            self._said.pop(handle, None)
+
+    async def _look(self, handle: Handle) -> None:
+        app, state = self._app, handle.state
+        label = await handle.client.weight_label()
+        if label not in (None, BASE_LABEL):
+            raise EngineError(
+                f"the engine at {state.url} holds {label!r}, which somebody has published: which version "
+                "answers can't be known here, so the policy is not served; use a proxy that publishes, or "
+                "restart the engine"
+            )
+        if app.engines.holding.adapters:  # of a proxy that has published, and is gone
+            missing = await what_is_missing(handle.client, app.engines.holding, state.lacks)
+            if missing is not None:
+                raise EngineError(f"the engine at {state.url}: {missing}")
+        model = await handle.client.base_model()
+        if state in app.engines.in_rotation and app.live.base_model == model.name:
+            state.is_suspect = False
+            return
+        if app.live.base_model not in (None, model.name) and app.engines.in_rotation not in ([], [state]):
+            raise EngineError(
+                f"the engine at {state.url} serves {model.name!r}, not {app.live.base_model!r} as the "
+                "others: give it the same model and --served-model-name"
+            )
+        fingerprint_id = await app.fingerprint_of(handle.client)
+        app.engines.admit_engine(state, fingerprint_id=fingerprint_id)
+        if app.live.base_model != model.name:
+            app.live.set_base_model(model.name)

@@ -304,7 +304,7 @@ class Exchange:
     def _engine_ended(self) -> None:
         """The engine has ended this answer, one way or the other: the next version may come."""
         self._ended_at_ms = now_ms()
-        self._version_end = self._parts.live.version_now(self._lease.served)
+        self._version_end = self._lease.version_now()
         self._lease.release()
 
     def _end(self, answer: Answer, status: CallStatus | None, error: str | None) -> CallEnd:

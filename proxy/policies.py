@@ -10,8 +10,9 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import EngineError
 from ..records import WeightsKind
@@ -19,6 +20,9 @@ from .engines import EngineState
 from .gate import Gate
 
 BASE_VERSION = 0
+
+Recall = Callable[[str, str], Awaitable[tuple[int, float] | None]]
+"""(policy, episode) -> the version that it is pinned to, and for how many seconds; None: to none."""
 
 
 def adapter_name(policy: str, version: int) -> str:
@@ -56,11 +60,12 @@ class _Loaded:
 class Lease:
     """One admitted call: what serves it, and which engine, until the engine's answer has ended."""
 
-    __slots__ = ("_live", "_released", "engine", "served")
+    __slots__ = ("_doubts", "_live", "_released", "engine", "served")
 
     def __init__(self, live: LivePolicies, served: Served) -> None:
         self._live = live
         self._released = False
+        self._doubts = live.num_doubts
         self.served = served
         self.engine: EngineState | None = None
 
@@ -70,6 +75,10 @@ class Lease:
             self.engine.in_flight -= 1
         self.engine = engine
         engine.in_flight += 1
+
+    def version_now(self) -> int | None:
+        """The version that its name stands for now: `policy_version_end` of a call. None: not known."""
+        return self._live.version_now(self.served, self._doubts)
 
     def release(self) -> None:
         """The engine's answer has ended. May be called twice; the second does nothing."""
@@ -106,12 +115,17 @@ class LivePolicies:
         self._loaded: dict[str, _Loaded] = {}
         self._pins: dict[tuple[str, str], _Pin] = {}  # by (policy, episode), oldest first
         self._in_flight: Counter[tuple[str, int]] = Counter()
+        self._changes = 0
+        self.num_doubts = 0
+        """How often this proxy was out of touch while others may have changed full weights."""
+        self.recall: Recall | None = None
+        """Asked, where several versions are loaded, of an episode that this process does not know."""
 
     # --- the relay's side ---
 
     async def admit(self, requested_model: str | None, episode_id: str | None) -> Lease:
         """Wait at the gate, then fix what serves the call. Raises EngineError as `resolve` does."""
-        await self.gate.enter()
+        await self._enter(requested_model, episode_id)
         try:
             served = self.resolve(requested_model, episode_id)
         except BaseException:
@@ -138,11 +152,38 @@ class LivePolicies:
             served.policy, served.version, None if served.model == requested_model else served.model
         )
 
-    def version_now(self, served: Served) -> int | None:
-        """The version that the name in `served` stands for at this moment: `policy_version_end` of a call."""
+    async def _enter(self, requested_model: str | None, episode_id: str | None) -> None:
+        """Pass the gate, knowing the episode's pin; what was asked before a change is asked again."""
+        asked_at = -1
+        while True:
+            await self.gate.enter()
+            policy = None
+            if self.recall is not None and episode_id is not None and asked_at != self._changes:
+                policy = self._unknown_pin(requested_model, episode_id)
+            if policy is None or episode_id is None or self.recall is None:
+                return
+            self.gate.leave()  # asking takes a while, in which the gate may close
+            asked_at = self._changes
+            found = await self.recall(policy, episode_id)
+            if found is not None:
+                version, age_sec = found
+                self._pins.setdefault((policy, episode_id), _Pin(version, self._clock() - age_sec))
+
+    def _unknown_pin(self, requested_model: str | None, episode_id: str) -> str | None:
+        """The policy whose pin another process may know; None: the pin is known, or there is no choice."""
+        name = self._policy if requested_model is None else self._target(requested_model)
+        loaded = self._loaded.get(name)
+        if loaded is None or len(loaded.names) == 1 or (name, episode_id) in self._pins:
+            return None
+        return name
+
+    def version_now(self, served: Served, doubts: int | None = None) -> int | None:
+        """The version that the name in `served` stands for at this moment. None: nobody here can know."""
         loaded = self._loaded.get(served.policy) if served.policy is not None else None
         if loaded is None or loaded.kind is WeightsKind.LORA:
             return served.version
+        if doubts is not None and (doubts != self.num_doubts or self.gate.is_fenced):
+            return None
         return loaded.version
 
     def end_episode(self, episode_id: str) -> None:
@@ -164,10 +205,12 @@ class LivePolicies:
     def set_base_model(self, name: str) -> None:
         """The engine is there and holds its base weights: version 0 of the default policy."""
         self._base_model = name
+        self._changes += 1
         self._loaded.setdefault(self._policy, _Loaded(BASE_VERSION, WeightsKind.FULL, {BASE_VERSION: name}))
 
     def forget_engine(self) -> None:
         """The engine went away: what it held is gone, and calls to policies are refused until it is back."""
+        self._changes += 1
         self._base_model = None
         self._loaded.clear()
 
@@ -180,6 +223,7 @@ class LivePolicies:
         keep = kind is WeightsKind.LORA and held is not None
         names = dict(held.names) if keep and held is not None else {}
         names[version] = model
+        self._changes += 1
         self._loaded[policy] = _Loaded(version, kind, names)
 
     def live_version(self, policy: str) -> int | None:
@@ -208,6 +252,50 @@ class LivePolicies:
         assert loaded is None or loaded.version != version, "the live version is not dropped"
         if loaded is not None:
             loaded.names.pop(version, None)
+
+    # --- the side of those who share it with other proxies ---
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is live, as JSON."""
+        return {
+            "base_model": self._base_model,
+            "policies": {
+                policy: {
+                    "version": loaded.version,
+                    "kind": loaded.kind.value,
+                    "names": {str(version): name for version, name in loaded.names.items()},
+                }
+                for policy, loaded in self._loaded.items()
+            },
+        }
+
+    def apply(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what the publisher says is live."""
+        self._changes += 1
+        self._base_model = snapshot["base_model"]
+        self._loaded = {
+            policy: _Loaded(
+                doc["version"],
+                WeightsKind(doc["kind"]),
+                {int(version): name for version, name in doc["names"].items()},
+            )
+            for policy, doc in snapshot["policies"].items()
+        }
+
+    def uses(self) -> dict[tuple[str, int], bool]:
+        """Versions that calls in flight (True) or only pins (False) of this process need."""
+        self._drop_old_pins()
+        pinned = {(policy, pin.version): False for (policy, _), pin in self._pins.items()}
+        return pinned | dict.fromkeys(self._in_flight, True)
+
+    def pinned_to_older(self) -> dict[str, list[str]]:
+        """Episodes by policy that are pinned to a version that is loaded, but not the live one."""
+        found: dict[str, list[str]] = {}
+        for (policy, episode), pin in self._pins.items():
+            loaded = self._loaded.get(policy)
+            if loaded is not None and pin.version != loaded.version and pin.version in loaded.names:
+                found.setdefault(policy, []).append(episode)
+        return found
 
     # --- inside ---
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -33,16 +33,11 @@ from .arrival import (
     look,
     rows_by_kind,
 )
-from .engine_watch import engine_handles
 from .policies import adapter_name
-from .swap import BusyError, Handle, Hooks, OwnGate, Place, RejectedError, add_adapter, replace_weights
-
-if TYPE_CHECKING:
-    from .app import ProxyApp
+from .swap import BusyError, Handle, Hooks, Place, RejectedError, add_adapter, replace_weights
 
 SOURCE = "publisher"
 ENGINE_LOOK_SEC = 1.0
-DRAIN_TIMEOUT_SEC = 120.0
 JOIN_AGAIN_SEC = 30.0  # after an engine could not be set up while others serve
 MAX_TRIES = 2  # at a version during which the engine went away
 MAX_DRAINING = 2  # older ones are unloaded although episodes are pinned to them
@@ -55,7 +50,7 @@ T = TypeVar("T")
 
 
 class Publisher:
-    """One per log. `run` ends only by cancellation; `step` is one turn of it, for tests."""
+    """One per log. `turn` never raises what can be waited out; `step` is the same for tests."""
 
     def __init__(
         self,
@@ -77,15 +72,18 @@ class Publisher:
         self._said: set[str] = set()
         self._tries: Counter[tuple[str, int]] = Counter()
 
-    async def run(self) -> None:
-        """Poll for candidates until cancelled; errors of engines and database are waited out."""
-        # Before any call gets in: an engine may hold anything, and the log must not name a version for it.
-        self._live.gate.hold()
-        for engine in self._engines.all:
-            self._engines.withdraw(engine, is_up=True)
-        while True:
-            await self.turn()
-            await asyncio.sleep(self._settings.publish_poll_sec)
+    async def take_over(self, *, was_open: bool) -> None:
+        """This proxy publishes from now on. What another has left half done is set up anew, by the log."""
+        rows = await self._read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
+        target = rows_by_kind(rows, self._settings.policy)
+        adapters = target.holding().adapters
+        is_as_logged = (
+            all(self._live.live_version(row.policy) == row.version for row in target.adapters)
+            and all(self._engines.holding.adapters.get(name) == path for name, path in adapters.items())
+            and self._engines.holding.label == target.holding().label
+        )
+        if not (was_open and is_as_logged):
+            self._live.forget_engine()
 
     async def turn(self) -> None:
         """`step`, whatever it raises."""
@@ -247,7 +245,11 @@ class Publisher:
         logger.info("%s: loading from %s", what, version.path)
         try:
             await self._set_status(version, VersionStatus.LOADING)
-            await self._load(version)
+            await self._fleet.prepare(is_changing=True)
+            try:
+                await self._load(version)
+            finally:
+                await self._fleet.prepare(is_changing=False)
         except EngineGoneError as error:
             # Perhaps a restart at a bad moment: it is taken up again, but not for ever.
             self._tries[version.policy, version.version] += 1
@@ -328,6 +330,7 @@ class Publisher:
     ) -> None:
         def write() -> None:
             with self._database.write() as conn:
+                self._fleet.require_lease_in(conn)
                 set_version_status(
                     conn, version.policy, version.version, status, verdict=verdict, source=SOURCE
                 )
@@ -355,14 +358,3 @@ async def _nothing_to_write(_: Handle) -> None:
 def _verdict_of(error: EngineError) -> dict[str, Any]:
     numbers = dict(error.verdict) if isinstance(error, RejectedError) else {"result": "rejected"}
     return {**numbers, "reason": str(error)}
-
-
-async def publish(app: ProxyApp) -> None:
-    """The proxy's background task: owns the engines' clients for as long as it runs."""
-    async with engine_handles(app) as handles:
-        place = Place(handles, app.engines, app.live, OwnGate(app.live), DRAIN_TIMEOUT_SEC)
-
-        async def seen(handle: Handle) -> str | None:
-            return await app.fingerprint_of(handle.client)
-
-        await Publisher(app.database, place, app.settings, on_engine_seen=seen).run()

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import sqlalchemy as sa
+
 from ..engine.client import EngineGoneError, EngineModel, EngineRefusedError
 from ..errors import EngineError, PublishError, StoreError
 from ..records import PolicyVersion
@@ -63,6 +65,12 @@ class Fleet(Protocol):
     async def announce(self) -> None:
         """Tell all what is live now; no call waits for it."""
 
+    async def prepare(self, *, is_changing: bool) -> None:
+        """A change is near, or over: how often the others look."""
+
+    def require_lease_in(self, conn: sa.Connection) -> None:
+        """Raises LeaseLostError where another proxy publishes by now."""
+
     @property
     def is_told(self) -> bool:
         """Whether all have heard the last of it."""
@@ -97,6 +105,12 @@ class OwnGate:
 
     async def announce(self) -> None:
         pass  # who would listen?
+
+    async def prepare(self, *, is_changing: bool) -> None:
+        pass
+
+    def require_lease_in(self, conn: sa.Connection) -> None:
+        pass
 
     @property
     def is_told(self) -> bool:

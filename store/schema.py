@@ -289,3 +289,39 @@ manifest_choices = sa.Table(
     sa.ForeignKeyConstraint(["run_id", "step"], ["step_manifests.run_id", "step_manifests.step"]),
     sa.Index(None, "call_id", "choice_index"),
 )
+
+# --- several proxies on one log (store/fleet.py); times by the database's clock ---
+
+proxies = sa.Table(
+    "proxies",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("host", sa.Text, nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("started_at_ms", sa.BigInteger, nullable=False),
+    sa.Column("seen_at_ms", sa.BigInteger, nullable=False),  # its last heartbeat
+    sa.Column("acked_seq", sa.BigInteger, nullable=False),  # the newest serving state that it has carried out
+    sa.Column("uses", Json, nullable=False),  # [policy, version, whether a call is running] of what it needs
+)
+
+publisher_lease = sa.Table(
+    "publisher_lease",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),  # one row
+    sa.Column("owner", sa.Text),  # id of a proxy; None: free
+    sa.Column("term", sa.BigInteger, nullable=False),  # counts owners
+    sa.Column("expires_at_ms", sa.BigInteger, nullable=False),
+)
+
+serving_state = sa.Table(
+    "serving_state",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),  # one row, written by the owner of the lease
+    sa.Column("seq", sa.BigInteger, nullable=False),
+    sa.Column("term", sa.BigInteger, nullable=False),
+    sa.Column("phase", sa.Text, nullable=False),  # "open" | "hold" (admit nothing) | "drain" (and end)
+    sa.Column("is_changing", sa.Boolean, nullable=False),  # a change is near: look often
+    sa.Column("live", Json, nullable=False),
+    sa.Column("engines", Json, nullable=False),  # those in rotation, by URL
+    sa.Column("written_at_ms", sa.BigInteger, nullable=False),
+)

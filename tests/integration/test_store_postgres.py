@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
@@ -12,6 +13,8 @@ from fakes import (  # noqa: F401 - add to the list
     transfer_behaviours,
     verify_behaviours,
 )
+from fakes.fleet_scenarios import SCENARIOS, Scenario
+from fakes.fleet_scenarios import run as run_fleet
 from fakes.log_rows import end, intent
 from fakes.postgres_server import PostgresMissingError, PostgresServer
 from fakes.store_behaviours import BEHAVIOURS, rows_by_table, write
@@ -42,6 +45,11 @@ def test_on_postgres(behaviour: Callable[[Database], None], server: PostgresServ
         behaviour(database)
     finally:
         database.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda function: function.__name__.removeprefix("test_"))
+def test_fleet_on_postgres(scenario: Scenario, server: PostgresServer, tmp_path: Path) -> None:
+    run_fleet(scenario, server.new_database(), tmp_path)
 
 
 def test_migrated_tables_are_the_schema(server: PostgresServer) -> None:

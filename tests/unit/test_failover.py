@@ -15,7 +15,7 @@ from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
 
 from lightning_rl.proxy.app import ProxyApp
-from lightning_rl.proxy.engine_watch import watch_engines
+from lightning_rl.proxy.serving import serve_policies
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
 
@@ -105,7 +105,7 @@ def test_an_engine_that_is_back_is_used_again_once_it_was_looked_at(
     with (
         serving(FakeVllm()) as first,
         serving(FakeVllm()) as second,
-        proxy_before(tmp_path, first, second, background=watch_engines) as (url, app, database),
+        proxy_before(tmp_path, first, second, background=serve_policies) as (url, app, database),
     ):
         assert ask(url, f"/episodes/a{CHAT}", BODY).status == 200
         for engine in app.engines.all:

@@ -226,6 +226,8 @@ class CallEnd:
     error: str | None
     first_byte_at_ms: int | None
     ended_at_ms: int
+    reported_prompt_tokens: int | None = None  # another vendor's count: there are no prompt ids
+    usage_estimated: bool | None = None  # the counts are our estimate; None: there was nothing to estimate
 
 
 @dataclass(frozen=True, slots=True)

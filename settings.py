@@ -161,6 +161,19 @@ class RedactionRule(BaseModel):
         return self
 
 
+class ProviderSettings(BaseModel):
+    """One `[providers.NAME]` of the proxy's file: a vendor's model, asked for by NAME."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(pattern=r"^[^/]+/.+$")  # as LiteLLM names it: openai/gpt-4o
+    api_base: str | None = None  # None: the vendor's own
+    api_key_env: str | None = None  # the variable that holds the key
+    kind: Literal["judge", "side"] = "judge"  # what its calls are in the log
+    num_retries: int = Field(0, ge=0)
+    timeout_sec: float = Field(600, gt=0)
+
+
 class ProxySettings(_Layered):
     """What `lightning proxy serve` runs on."""
 
@@ -210,6 +223,11 @@ class ProxySettings(_Layered):
         default_factory=list,
         description="What is replaced before it is written: `[[redact]]` with `pattern` or `builtin` (email, "
         "api-key, bearer, ip-address, phone), `replacement` and `name`; see docs/recording.md.",
+    )
+    providers: dict[str, ProviderSettings] = Field(
+        default_factory=dict,
+        description="Models of other vendors, by the name that requests use: `[providers.NAME]` with "
+        "`model`, `api_base`, `api_key_env`, `kind`, `num_retries`, `timeout_sec` (docs/dialects.md).",
     )
     max_body_mb: int = Field(256, ge=1, description="Largest request body, in MiB.")
     drain_timeout_sec: int = Field(

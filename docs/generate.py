@@ -10,9 +10,12 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 from lightning_rl.cli import app
-from lightning_rl.settings import ProxySettings, TrainSettings
+from lightning_rl.records import CallKind
+from lightning_rl.settings import ProviderSettings, ProxySettings, TrainSettings
 
 HERE = Path(__file__).parent
+
+_TABLES = {str: "table of strings", CallKind: "table of strings", ProviderSettings: "table of tables"}
 
 
 def _type(annotation: Any) -> str:
@@ -22,7 +25,7 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return "list of str"
     if get_origin(annotation) is dict:
-        return "table of numbers" if arguments[1] is not str else "table of strings"
+        return _TABLES.get(arguments[1], "table of numbers")
     if get_origin(annotation) is list and arguments == (str,):
         return "list of strings"
     names = [

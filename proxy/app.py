@@ -30,6 +30,7 @@ from .kinds import Kinds
 from .lineage import Lineage
 from .metrics import CallMetrics
 from .policies import LivePolicies
+from .providers import ProviderFront, vendors
 from .recorder import Recorder
 from .redaction import Redactor, rules_of
 from .relay import Relay
@@ -65,7 +66,7 @@ class ProxyApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
         self._relay: Relay | None = None
-        self.translator = Translator()
+        self.translator = Translator(vendors(settings.providers))
         self._hop: Hop | None = None
         self._api = create_api(
             ApiContext(
@@ -145,7 +146,7 @@ class ProxyApp:
             parts, self.translator, self._hop, translates=self.settings.dialects == "translate"
         )
         self._relay = Relay(
-            replace(parts, front=front),
+            replace(parts, front=ProviderFront(parts, self.translator, self.settings.providers, front)),
             token=self._token,
             max_body_bytes=self.settings.max_body_mb * 1024 * 1024,
             keys=EpisodeKeys(self.database),

@@ -144,6 +144,7 @@ calls = sa.Table(
     sa.Column("prompt_block", sa.LargeBinary),  # hash of the prompt's last token block
     sa.Column("num_prompt_tokens", sa.Integer),
     sa.Column("reported_completion_tokens", sa.Integer),
+    sa.Column("usage_estimated", sa.Boolean),  # True: a vendor gave no counts, these are ours
     sa.Column("error", sa.Text),
     sa.Column("tags", Json, nullable=False),
     sa.Column("started_at_ms", sa.BigInteger, nullable=False),

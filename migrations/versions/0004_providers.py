@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlalchemy as sa
+from alembic import op
+
 revision = "0004"
 down_revision = "0003"
 branch_labels = None
@@ -9,8 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    pass
+    op.add_column("calls", sa.Column("usage_estimated", sa.Boolean()))
 
 
 def downgrade() -> None:
-    pass
+    op.drop_column("calls", "usage_estimated")

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from ..client import Client
+
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,3 +46,12 @@ def error_event(dialect: str, message: str) -> bytes:
             "sequence_number": 0,
         }
     return b"event: error\ndata: " + orjson.dumps(doc) + b"\n\n"
+
+
+async def refuse(client: Client, dialect: str, status: int, message: str, kind: str | None = None) -> None:
+    body = orjson.dumps(error_doc(dialect, status, message, kind))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 501:
+        headers.append((b"x-should-retry", b"false"))  # the official SDKs would try again in vain
+    await client.start(status, headers)
+    await client.write(body, is_last=True)

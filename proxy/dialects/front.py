@@ -24,7 +24,7 @@ from ..policies import Lease
 from ..request import Request
 from ..sse import Framer, data_of
 from ..upstream import FAILURES
-from .errors import error_doc, error_event
+from .errors import error_event, refuse
 from .hop import Hop, OuterCall
 from .rendering import Refused, Rendered, read_rendering, render_headers, render_request
 from .translatable import DIALECTS, untranslatable
@@ -56,7 +56,7 @@ class DialectFront:
             await carry_out(self.parts, client, incoming, replace(request, unrecordable=reason), attribution)
             return
         if not is_installed():
-            await _refuse(client, request.dialect, 501, MISSING)
+            await refuse(client, request.dialect, 501, MISSING)
             return
         lease = await admit(self.parts, client, request, attribution)
         if lease is None:
@@ -180,7 +180,7 @@ class _Translation:
             message, kind = str(error["message"]), error.get("type")
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             message, kind = call.refusal[:MAX_ERROR_CHARS].decode("utf-8", "replace"), None
-        await _refuse(self._client, self._dialect, call.status, message, kind)
+        await refuse(self._client, self._dialect, call.status, message, kind)
 
     async def _pass_stream(self, call: OuterCall, answer: aiohttp.ClientResponse) -> None:
         await self._client.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
@@ -234,16 +234,7 @@ class _Translation:
             )
         if self._client.has_started:
             return
-        await _refuse(self._client, self._dialect, status, message, kind)
-
-
-async def _refuse(client: Client, dialect: str, status: int, message: str, kind: str | None = None) -> None:
-    body = orjson.dumps(error_doc(dialect, status, message, kind))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 501:
-        headers.append((b"x-should-retry", b"false"))  # the official SDKs would try again in vain
-    await client.start(status, headers)
-    await client.write(body, is_last=True)
+        await refuse(self._client, self._dialect, status, message, kind)
 
 
 def _set_stop_string(doc: dict[str, object], stop_string: str | None) -> None:

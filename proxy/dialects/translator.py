@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from ...errors import LightningError
-from .wire import SECRET, StartUp
+from .wire import SECRET, StartUp, Vendor
 
 START_TIMEOUT_SEC = 120.0
 STOP_TIMEOUT_SEC = 5.0
@@ -28,6 +28,10 @@ WORKER = "lightning_rl.proxy.dialects.worker"
 MISSING = (
     "Responses and Messages are translated by LiteLLM, which is not installed here: "
     "pip install 'lightning-rl[providers]', or set dialects = \"pass\" to relay them without exact tokens"
+)
+MISSING_FOR_VENDORS = (
+    "other vendors are asked through LiteLLM, which is not installed here: "
+    "pip install 'lightning-rl[providers]'"
 )
 
 logger = logging.getLogger("lightning.dialects")
@@ -44,7 +48,8 @@ def is_installed() -> bool:
 class Translator:
     """Create and use it on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, vendors: tuple[Vendor, ...] = ()) -> None:
+        self._vendors = vendors
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -92,7 +97,9 @@ class Translator:
         )
         try:
             line = await asyncio.wait_for(
-                asyncio.to_thread(_introduce, self._process, StartUp(socket_path, self._secret)),
+                asyncio.to_thread(
+                    _introduce, self._process, StartUp(socket_path, self._secret, self._vendors)
+                ),
                 START_TIMEOUT_SEC,
             )
         except TimeoutError:

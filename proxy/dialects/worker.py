@@ -20,6 +20,7 @@ import uvicorn
 
 from ..client import BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from . import shape
+from .vendors import Vendors
 from .wire import ANSWER_ID, FAULT_STATUS, HOP_URL, SECRET, SHOWN_MODEL, TOKEN, StartUp
 
 ENVIRONMENT = {
@@ -38,6 +39,8 @@ class Worker:
     def __init__(self, start_up: StartUp, litellm: Any) -> None:
         self._secret = start_up.secret.encode()
         self._litellm = litellm
+        self._start_up = start_up
+        self._vendors: Vendors | None = None
         self._control = frozenset(litellm.types.utils.all_litellm_params) | {"model", "stream", "extra_body"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +68,9 @@ class Worker:
     async def _answer(
         self, path: str, doc: dict[str, Any], headers: Mapping[str, str], client: Client
     ) -> None:
+        if path.startswith("/vendor/"):
+            await self._vendor(path.removeprefix("/vendor/"), doc, headers, client)
+            return
         model = headers.get(SHOWN_MODEL)
         shown = shape.Shown(
             headers[ANSWER_ID], None if model is None else orjson.loads(model.encode("latin-1")), doc
@@ -79,6 +85,24 @@ class Worker:
             if client.has_started:
                 raise BrokenAnswerError(f"{type(error).__name__}: {error}") from None
             await client.send_json(FAULT_STATUS, {"message": f"{type(error).__name__}: {error}"[:2000]})
+
+    async def _vendor(
+        self, dialect: str, doc: dict[str, Any], headers: Mapping[str, str], client: Client
+    ) -> None:
+        if self._vendors is None:
+            self._litellm.use_chat_completions_url_for_anthropic_messages = True
+            self._vendors = Vendors(self._litellm, self._start_up.vendors)
+        name = orjson.loads(headers[SHOWN_MODEL].encode("latin-1"))
+        shown = shape.Shown(headers[ANSWER_ID], name, doc)
+        try:
+            await self._vendors.answer(dialect, doc, self._asked(doc), shown, client)
+        except Exception as error:  # noqa: BLE001 - the boundary to LiteLLM, which raises what it likes
+            if client.has_started:
+                raise BrokenAnswerError(type(error).__name__) from None
+            status = getattr(error, "status_code", None)
+            status = status if isinstance(status, int) and 400 <= status < 599 else 502
+            message = self._vendors.without_keys(str(getattr(error, "message", error)))
+            await client.send_json(status, {"message": message[:2000]})
 
     def _asked(self, doc: Mapping[str, Any]) -> dict[str, Any]:
         """What LiteLLM is given of the agent's body: nothing that would steer LiteLLM itself."""

@@ -66,6 +66,16 @@ def event_kinds(database: Database, subject: str, subject_id: str) -> list[str]:
 
 
 @behaviour
+def test_another_vendor_s_counts_and_whether_they_are_estimates(database: Database) -> None:
+    told = {"reported_prompt_tokens": 11, "reported_completion_tokens": 4}
+    write(database, intent("c1"), intent("c2"), end("c1", None, usage_estimated=True, **told), end("c2"))
+    columns = (calls.c.num_prompt_tokens, calls.c.reported_completion_tokens, calls.c.usage_estimated)
+    with database.read() as conn:
+        rows = conn.execute(sa.select(*columns).order_by(calls.c.id)).all()
+    assert [tuple(row) for row in rows] == [(11, 4, True), (3, None, None)]
+
+
+@behaviour
 def test_a_batch_comes_back_as_it_went_in(database: Database) -> None:
     prompt = [i * 97 % 151_000 for i in range(1000)]
     write(

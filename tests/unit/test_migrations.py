@@ -140,3 +140,20 @@ def test_processes_that_open_a_new_log_at_once_all_succeed(tmp_path: Path) -> No
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
+
+
+def test_a_log_with_rows_goes_back_before_providers_and_forth_again(tmp_path: Path) -> None:
+    from alembic import command
+
+    url = f"sqlite:///{tmp_path}/log.db"
+    database = Database.open(url)
+    write(database, intent("c1", task="t"), end("c1"))
+    before = rows_by_table(database)
+    with database.write() as conn:
+        command.downgrade(upgrade.alembic_config(conn), "0003")
+        assert "usage_estimated" not in {column["name"] for column in sa.inspect(conn).get_columns("calls")}
+    database.close()
+    database = Database.open(url)
+    after = rows_by_table(database)
+    assert after == before
+    database.close()

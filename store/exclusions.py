@@ -7,6 +7,7 @@ because that is how a query says that it fits such an index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -15,7 +16,7 @@ from ..records import CallKind, CallStatus, EpisodeStatus, Purpose, Quarantine, 
 from .schema import calls, choices, episodes, events, rewards
 
 MAX_EXAMINED = 50_000
-"""Of more unattributed calls than this, only the newest are looked at for answers that could be trained."""
+"""Of more calls of one exception than this, only the newest are looked at for answers of their own."""
 
 _QUARANTINE_ADVICE = {
     Quarantine.INCOMPLETE: "the engine did not finish: raise max_tokens or the client's time-out, look at "
@@ -98,7 +99,7 @@ def count_calls(conn: sa.Connection) -> tuple[CallCounts, list[Exclusion]]:
     answers = conn.execute(sa.select(sa.func.count()).select_from(choices)).scalar_one()
     unfinished = sum(by_reason.get(status.value, 0) for status in CallStatus)
     quarantined = sum(exclusion.count for exclusion in found if exclusion.what == "answers")
-    beside, is_estimate = _untrained_beside_quarantine(conn, by_reason.get("unattributed", 0))
+    beside, is_estimate = _untrained_beside_quarantine(conn, found)
     total = int(in_episodes) + by_reason.get("unattributed", 0)
     counts = CallCounts(
         calls=total,
@@ -162,29 +163,30 @@ def _of_calls(conn: sa.Connection) -> list[Exclusion]:
     return found
 
 
-def _untrained_beside_quarantine(conn: sa.Connection, num_unattributed: int) -> tuple[int, bool]:
-    """Answers without a quarantine of their own whose call is in no episode or no policy call."""
-    other_kind = calls.c.kind != sa.literal_column(f"'{CallKind.POLICY.value}'")
-    free = sa.and_(choices.c.call_id == calls.c.id, choices.c.quarantine.is_(None))
-    of_kinds = sa.select(sa.func.count()).select_from(calls.join(choices, free)).where(other_kind)
-    bin_ = (
-        sa.select(calls.c.id, calls.c.kind)
-        .where(calls.c.episode_id.is_(None))
-        .order_by(calls.c.id.desc())
-        .limit(MAX_EXAMINED)
-        .subquery()
-    )
-    of_bin = (
-        sa.select(sa.func.count())
-        .select_from(
-            bin_.join(choices, sa.and_(choices.c.call_id == bin_.c.id, choices.c.quarantine.is_(None)))
-        )
-        .where(bin_.c.kind == CallKind.POLICY.value)
-    )
-    among_kinds, among_bin = conn.execute(of_kinds).scalar_one(), conn.execute(of_bin).scalar_one()
-    if num_unattributed <= MAX_EXAMINED:
-        return among_kinds + among_bin, False
-    return among_kinds + round(among_bin * num_unattributed / MAX_EXAMINED), True
+def _untrained_beside_quarantine(conn: sa.Connection, found: Sequence[Exclusion]) -> tuple[int, bool]:
+    """Answers without a quarantine of their own whose call is no policy call, or in no episode."""
+    policy: sa.ColumnElement[str] = sa.literal_column(f"'{CallKind.POLICY.value}'")
+    counted = {exclusion.reason: exclusion.count for exclusion in found}
+    # Each in the order of the index that picks it.
+    of_kinds = sa.select(calls.c.id).where(calls.c.kind != policy)
+    of_kinds = of_kinds.order_by(calls.c.kind.desc(), calls.c.id.desc())
+    in_bin = sa.select(calls.c.id).where(calls.c.episode_id.is_(None), calls.c.kind == policy)
+    in_bin = in_bin.order_by(calls.c.id.desc())
+    num_kinds = sum(counted.get(f"{kind.value}_call", 0) for kind in CallKind)
+    first, is_estimated = _free_answers(conn, of_kinds, num_kinds)
+    second, is_too = _free_answers(conn, in_bin, counted.get("unattributed", 0))
+    return first + second, is_estimated or is_too
+
+
+def _free_answers(conn: sa.Connection, query: sa.Select[str], num_calls: int) -> tuple[int, bool]:
+    """How many answers of these (so many) calls have no quarantine, and whether that is an estimate."""
+    # With a limit it is a step of its own: joined freely, SQLite would go through all answers instead.
+    examined = query.limit(MAX_EXAMINED).subquery()
+    free = sa.and_(choices.c.call_id == examined.c.id, choices.c.quarantine.is_(None))
+    count = conn.execute(sa.select(sa.func.count()).select_from(examined.join(choices, free))).scalar_one()
+    if num_calls <= MAX_EXAMINED:
+        return count, False
+    return round(count * num_calls / MAX_EXAMINED), True
 
 
 def episode_exclusions(conn: sa.Connection) -> list[Exclusion]:

@@ -21,9 +21,10 @@ metadata = sa.MetaData(
 )
 
 
-def _exceptions(name: str, *columns: str, where: str) -> sa.Index:
-    """An index of the few rows that `where` picks: what doctor counts without a look at the others, and what
-    costs an ordinary row nothing. A query uses it where it says `where` in literals, not in parameters."""
+def _partial(name: str, *columns: str, where: str) -> sa.Index:
+    """An index of the rows that `where` picks. Of exceptions, it lets doctor count them without a look at the
+    others, and costs an ordinary row nothing. A query uses it where it says `where` in literals, not in
+    parameters; comparing a column says that it is not null."""
     return sa.Index(name, *columns, sqlite_where=sa.text(where), postgresql_where=sa.text(where))
 
 
@@ -59,12 +60,13 @@ episodes = sa.Table(
     sa.Column("created_at_ms", sa.BigInteger, nullable=False),
     sa.Column("last_call_at_ms", sa.BigInteger),
     sa.Column("ended_at_ms", sa.BigInteger),
-    sa.Index(None, "group_id"),
+    # As long as it is so that it wins: without statistics, SQLite would read all ended episodes per group.
+    sa.Index(None, "group_id", "purpose", "status"),
     sa.Index(None, "status", "purpose", "ended_at_ms"),
     sa.Index(None, "created_at_ms", "id"),
     sa.Index(None, "task_id", "created_at_ms", "id"),
     sa.Index(None, "status", "created_at_ms", "id"),
-    _exceptions("ix_episodes_gaps", "id", where="has_gap"),
+    _partial("ix_episodes_gaps", "id", where="has_gap"),
 )
 
 episode_keys = sa.Table(
@@ -150,18 +152,19 @@ calls = sa.Table(
     sa.Column("started_at_ms", sa.BigInteger, nullable=False),
     sa.Column("first_byte_at_ms", sa.BigInteger),
     sa.Column("ended_at_ms", sa.BigInteger),
-    sa.Index(None, "episode_id", "ordinal"),
+    # Without the unattributed calls, which have an index of their own: SQLite would rather read this one.
+    _partial("ix_calls_episode_id_ordinal", "episode_id", "ordinal", where="episode_id IS NOT NULL"),
     sa.Index(None, "upstream_id"),
     sa.Index(None, "started_at_ms"),
     sa.Index(None, "policy", "policy_version"),
     sa.Index(None, "prompt_block"),
-    _exceptions("ix_calls_agent_episode_id", "agent", "episode_id", where="agent IS NOT NULL"),
-    _exceptions("ix_calls_unattributed", "id", where="episode_id IS NULL"),
-    _exceptions("ix_calls_unfinished", "status", "id", where="status <> 'complete'"),
-    _exceptions("ix_calls_other_kinds", "kind", "id", where="kind <> 'policy'"),
-    _exceptions("ix_calls_conflicts", "id", where="attribution_conflict IS NOT NULL"),
-    _exceptions("ix_calls_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL"),
-    _exceptions("ix_calls_retry_of", "retry_of", where="retry_of IS NOT NULL"),
+    _partial("ix_calls_agent_episode_id", "agent", "episode_id", where="agent IS NOT NULL"),
+    _partial("ix_calls_unattributed", "id", where="episode_id IS NULL"),
+    _partial("ix_calls_unfinished", "status", "id", where="status <> 'complete'"),
+    _partial("ix_calls_other_kinds", "kind", "id", where="kind <> 'policy'"),
+    _partial("ix_calls_conflicts", "id", where="attribution_conflict IS NOT NULL"),
+    _partial("ix_calls_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL"),
+    _partial("ix_calls_retry_of", "retry_of", where="retry_of IS NOT NULL"),
 )
 
 choices = sa.Table(
@@ -177,7 +180,7 @@ choices = sa.Table(
     sa.Column("message", sa.LargeBinary),  # compressed JSON
     sa.Column("quarantine", sa.Text),  # None: trainable
     sa.Column("used", sa.Boolean),  # None: nobody said
-    _exceptions("ix_choices_quarantine", "quarantine", "call_id", where="quarantine IS NOT NULL"),
+    _partial("ix_choices_quarantine", "quarantine", "call_id", where="quarantine IS NOT NULL"),
 )
 
 rewards = sa.Table(

@@ -40,19 +40,24 @@ _unrewarded = sa.not_(sa.exists().where(_in_group, episodes.c.status == _ENDED, 
 
 
 def _trained(policy: str, run_id: str, again: bool) -> sa.ColumnElement[bool]:
-    """In a manifest of this run or, unless `again`, of a step that made a version of the policy."""
-    made_a_version = sa.exists().where(
-        policy_versions.c.run_id == manifest_episodes.c.run_id,
-        policy_versions.c.step == manifest_episodes.c.step,
-        policy_versions.c.policy == policy,
-        policy_versions.c.status != VersionStatus.REJECTED.value,
+    """In a manifest of this run or, unless `again`, of a step that made a version of the policy.
+
+    A set that is made once, not a look-up for each group: most groups of an old log have been trained, and a
+    watching trainer asks several times a second.
+    """
+    of_manifests = sa.select(episodes.c.group_id).where(
+        episodes.c.id == manifest_episodes.c.episode_id, episodes.c.group_id.is_not(None)
     )
-    of_this_run = manifest_episodes.c.run_id == run_id
-    return sa.exists().where(
-        episodes.c.group_id == groups.c.id,
-        manifest_episodes.c.episode_id == episodes.c.id,
-        of_this_run if again else sa.or_(of_this_run, made_a_version),
-    )
+    trained = of_manifests.where(manifest_episodes.c.run_id == run_id)
+    if not again:
+        made_a_version = of_manifests.where(
+            policy_versions.c.run_id == manifest_episodes.c.run_id,
+            policy_versions.c.step == manifest_episodes.c.step,
+            policy_versions.c.policy == policy,
+            policy_versions.c.status != VersionStatus.REJECTED.value,
+        )
+        return groups.c.id.in_(sa.union(trained, made_a_version))
+    return groups.c.id.in_(trained)
 
 
 def trainable_group_ids(

@@ -27,6 +27,7 @@ GRACE_MS = 30_000
 missing or, where nobody said how many episodes there will be, the next episode."""
 
 _POLL_SEC = 0.25
+_POLL_SHARE = 9.0  # waits this many times as long as a look takes: looking has a tenth of the time at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class GroupSource:
         """One step's groups whenever that many are ready, for ever. `on_wait` gets the number of ready
         ones."""
         while True:
+            began = time.monotonic()
             with self.database.read() as conn:
                 ids = self._ready_ids(conn)
                 groups = self._settled(conn, ids) if len(ids) >= self.groups_per_step else []
@@ -57,7 +59,7 @@ class GroupSource:
                 yield groups
             else:
                 on_wait(len(ids))
-                time.sleep(_POLL_SEC)
+                time.sleep(max(_POLL_SEC, _POLL_SHARE * (time.monotonic() - began)))
 
     def _ready_ids(self, conn: sa.Connection) -> list[str]:
         return trainable_group_ids(conn, policy=self.policy, run_id=self.run_id, again=self.again)

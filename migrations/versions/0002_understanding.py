@@ -12,10 +12,12 @@ depends_on = None
 
 _ADDED = (
     ("ix_groups_created_at_ms_id", "groups", ["created_at_ms", "id"], None),
+    ("ix_episodes_group_id_purpose_status", "episodes", ["group_id", "purpose", "status"], None),
     ("ix_episodes_created_at_ms_id", "episodes", ["created_at_ms", "id"], None),
     ("ix_episodes_task_id_created_at_ms_id", "episodes", ["task_id", "created_at_ms", "id"], None),
     ("ix_episodes_status_created_at_ms_id", "episodes", ["status", "created_at_ms", "id"], None),
     ("ix_episodes_gaps", "episodes", ["id"], "has_gap"),
+    ("ix_calls_episode_id_ordinal", "calls", ["episode_id", "ordinal"], "episode_id IS NOT NULL"),
     ("ix_calls_agent_episode_id", "calls", ["agent", "episode_id"], "agent IS NOT NULL"),
     ("ix_calls_unattributed", "calls", ["id"], "episode_id IS NULL"),
     ("ix_calls_unfinished", "calls", ["status", "id"], "status <> 'complete'"),
@@ -25,6 +27,8 @@ _ADDED = (
     ("ix_events_kind_created_at_ms", "events", ["kind", "created_at_ms"], None),
 )
 _DROPPED = (
+    ("ix_calls_episode_id_ordinal", "calls", ["episode_id", "ordinal"]),
+    ("ix_episodes_group_id", "episodes", ["group_id"]),
     ("ix_episodes_created_at_ms", "episodes", ["created_at_ms"]),
     ("ix_choices_quarantine", "choices", ["quarantine"]),
 )

@@ -1,7 +1,7 @@
 """Step manifests as files: what a dry run writes and `lightning train --manifests FOLDER` reads back.
 
     plan.json                             what planned it, and the counts of every step
-    choices.parquet    (or .jsonl)        one row per choice: step, ids, agent, advantage, multiplier, reason
+    choices.parquet    (or .jsonl)        one row per choice: step, ids, agent, advantage, multiplier, reason, why
     episodes.parquet   (or .jsonl)        one row per episode: step, group, value, its reward rows
 
 Parquet where pyarrow is installed, JSON lines elsewhere. Numbers come back as they went, to the last digit.
@@ -21,6 +21,7 @@ from typing import Any, Literal
 from ..errors import UserError
 from ..records import ManifestChoice, StepManifest
 from .plan import StepCounts, StepPlan
+from .reasons import in_words
 
 FORMAT = 1
 PLAN = "plan.json"
@@ -36,6 +37,7 @@ _CHOICE_TYPES = {
     "advantage": "double",
     "multiplier": "double",
     "reason": "string",
+    "why": "string",
 }
 _EPISODE_TYPES = {
     "step": "int64",
@@ -138,7 +140,8 @@ def _header(plan: WrittenPlan, kind: FileKind) -> dict[str, Any]:
 
 def _choice_rows(manifest: StepManifest) -> Iterator[dict[str, Any]]:
     for choice in manifest.choices:
-        yield {"step": manifest.step, **asdict(choice)}
+        why = "trained" if choice.reason is None else in_words(choice.reason)
+        yield {"step": manifest.step, **asdict(choice), "why": why}
 
 
 def _episode_rows(manifest: StepManifest) -> Iterator[dict[str, Any]]:
@@ -165,7 +168,7 @@ def _manifest(
         policy=header["policy"],
         from_version=said["from_version"],
         choices=tuple(
-            ManifestChoice(**{name: value for name, value in row.items() if name != "step"})
+            ManifestChoice(**{name: value for name, value in row.items() if name not in ("step", "why")})
             for row in choices
         ),
         reward_ids={row["episode_id"]: tuple(row["reward_ids"]) for row in episodes},

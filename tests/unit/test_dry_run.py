@@ -91,6 +91,9 @@ def test_json_lines_say_the_same_as_parquet(log, monkeypatch):
     monkeypatch.setattr(manifest_files, "file_kind", lambda: "jsonl")
     monkeypatch.setattr("lightning_rl.trainer.dry_run.file_kind", lambda: "jsonl")
     lines = dry_run(settings(log))
+    rows = [json.loads(line) for line in (lines.plan.folder / "choices.jsonl").read_text().splitlines()]
+    assert {row["why"] for row in rows if row["reason"] is None} == {"trained"}
+    assert "penalties changed the distribution" in {row["why"] for row in rows}
     assert (parquet.files, lines.files) == ("parquet", "jsonl")
     assert not list(lines.plan.folder.glob("*.parquet"))  # the folder is written over whole
     assert read_plan(lines.plan.folder) == kept

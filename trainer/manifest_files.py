@@ -1,7 +1,7 @@
 """Step manifests as files: what a dry run writes and `lightning train --manifests FOLDER` reads back.
 
     plan.json                             what planned it, and the counts of every step
-    choices.parquet    (or .jsonl)        one row per choice: step, ids, agent, advantage, multiplier, reason, why
+    choices.parquet    (or .jsonl)        one row per choice: step, ids, agent, advantage, multiplier, why
     episodes.parquet   (or .jsonl)        one row per episode: step, group, value, its reward rows
 
 Parquet where pyarrow is installed, JSON lines elsewhere. Numbers come back as they went, to the last digit.

@@ -26,8 +26,9 @@ _SPLIT_WHOLE = frozenset({"tools", "functions", "response_format", "system", "in
 _MIN_PART_BYTES = 96  # below this a row of its own costs more than the bytes that it saves
 _HASH_BYTES = 16
 _RAW, _PACKED = b"\x00", b"\x01"  # first byte of a skeleton: whether the rest is compressed
-_SMALL_BYTES = 512
+_SMALL_BYTES = 1024
 """Below this, compressing costs more than it saves: a call's time, and a turn at Python's lock."""
+_LEVEL = 3
 _ZLIB = b"x"  # how compressed bytes begin, and no JSON value does
 
 # At least so long that it is stored compressed: uncompressed parts must not begin as compressed ones do.
@@ -35,6 +36,7 @@ _BIG_BYTES = 4096
 _BIG_STRING = re.compile(rb'"((?:data:[^",]{0,200},)?[A-Za-z0-9+/=_\\-]{%d,})"' % _BIG_BYTES)
 
 _decoder = json.JSONDecoder()
+_encoder = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"))
 _SPACES = (" ", "\t", "\n", "\r")
 _space = re.compile(r"[ \t\n\r]*")
 
@@ -52,7 +54,7 @@ def split_body(body: bytes) -> tuple[bytes, dict[bytes, bytes]]:
         position = end
     skeleton += _segment(body[position:])
     whole = bytes(skeleton)
-    return (_RAW + whole if len(whole) < _SMALL_BYTES else _PACKED + zlib.compress(whole)), parts
+    return (_RAW + whole if len(whole) < _SMALL_BYTES else _PACKED + zlib.compress(whole, _LEVEL)), parts
 
 
 def part_name(part: bytes) -> bytes:
@@ -61,7 +63,7 @@ def part_name(part: bytes) -> bytes:
 
 def pack_part(part: bytes) -> bytes:
     """A JSON value's text, compressed where that pays."""
-    return part if len(part) < _SMALL_BYTES else zlib.compress(part)
+    return part if len(part) < _SMALL_BYTES else zlib.compress(part, _LEVEL)
 
 
 def unpack_part(packed: bytes) -> bytes:
@@ -99,7 +101,7 @@ def load_bodies(conn: sa.Connection, skeletons: Iterable[bytes]) -> list[bytes]:
 
 
 def pack_json(value: Any) -> bytes:
-    return pack_part(json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode())
+    return pack_part(_encoder.encode(value).encode())
 
 
 def unpack_json(packed: bytes) -> Any:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import orjson
@@ -53,19 +54,16 @@ def insert_or_update(
 def _insert(
     conn: sa.Connection, table: sa.Table, rows: Iterable[Mapping[str, Any]], updated: tuple[str, ...]
 ) -> None:
-    keys = _keys(table)
-    ordered = sorted(rows, key=lambda row: [row[key] for key in keys])
+    ordered = sorted(rows, key=itemgetter(*_keys(table)))
     if not ordered:
         return
     columns = tuple(ordered[0])
-    as_json = {name for name in columns if isinstance(table.c[name].type, sa.JSON)}
+    as_json = _json_columns(table)
     for part in _in_powers(ordered, MOST_ROWS):
         values: list[Any] = []
         for row in part:
             values += [_json_text(row[name]) if name in as_json else row[name] for name in columns]
-        conn.exec_driver_sql(
-            _insert_text(table, columns, len(part), updated, conn.dialect.name), tuple(values)
-        )
+        run(conn, _insert_text(table, columns, len(part), updated, conn.dialect.name), values)
 
 
 def existing(conn: sa.Connection, column: sa.Column[Any], values: Iterable[Any]) -> set[Any]:
@@ -81,14 +79,14 @@ def rows_in(conn: sa.Connection, query: sa.Select[Any], names: Iterable[Any]) ->
         part = ordered[start : start + MOST_NAMES]
         size = 1 << (len(part) - 1).bit_length()
         part += [part[-1]] * (size - len(part))
-        found += conn.exec_driver_sql(_query_text(query, size, conn.dialect.name), tuple(part)).all()
+        found += run(conn, _query_text(query, size, conn.dialect.name), part)
     return found
 
 
 def update_in(conn: sa.Connection, statement: sa.Update, names: Sequence[Any]) -> None:
     """Carry out an update built with `names_in` (its only parameter)."""
     for part in _in_powers(sorted(set(names)), MOST_NAMES):
-        conn.exec_driver_sql(_query_text(statement, len(part), conn.dialect.name), tuple(part))
+        run(conn, _query_text(statement, len(part), conn.dialect.name), part)
 
 
 def update_each(conn: sa.Connection, statement: sa.Update, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -98,6 +96,21 @@ def update_each(conn: sa.Connection, statement: sa.Update, rows: Sequence[Mappin
         conn.exec_driver_sql(text, [dict(row) for row in rows])
     else:
         conn.exec_driver_sql(text, [tuple(row[name] for name in names) for row in rows])
+
+
+def run(conn: sa.Connection, text: str, values: Sequence[Any]) -> list[Any]:
+    """Hand a statement straight to the driver; the rows, if it gives any. Failures are SQLAlchemy's."""
+    cursor = conn.connection.cursor()
+    try:
+        cursor.execute(text, values)
+        return [] if cursor.description is None else list(cursor.fetchall())
+    except conn.dialect.loaded_dbapi.Error as error:
+        base = conn.dialect.loaded_dbapi.Error
+        raise sa.exc.DBAPIError.instance(
+            text, None, error, base, hide_parameters=True, dialect=conn.dialect
+        ) from error
+    finally:
+        cursor.close()
 
 
 def names_in(column: sa.Column[Any]) -> sa.ColumnElement[bool]:
@@ -139,6 +152,11 @@ def _keys(table: sa.Table) -> tuple[str, ...]:
 
 
 @cache
+def _json_columns(table: sa.Table) -> frozenset[str]:
+    return frozenset(column.name for column in table.c if isinstance(column.type, sa.JSON))
+
+
+@cache
 def _select(column: sa.Column[Any]) -> sa.Select[Any]:
     return sa.select(column).where(names_in(column))
 
@@ -148,7 +166,7 @@ def _insert_text(
     table: sa.Table, columns: tuple[str, ...], num_rows: int, updated: tuple[str, ...], dialect: str
 ) -> str:
     slots = [
-        "?" if dialect == "sqlite" else "%s::jsonb" if isinstance(table.c[column].type, sa.JSON) else "%s"
+        "?" if dialect == "sqlite" else "%s::jsonb" if column in _json_columns(table) else "%s"
         for column in columns
     ]
     row = f"({', '.join(slots)})"

@@ -219,6 +219,14 @@ class ProxySettings(_Layered):
         description="Responses and Messages: translate onto the chat API through LiteLLM, so that tokens are "
         "recorded, or pass to the engine's own routes, recorded but never trainable.",
     )
+    attribute_by_trace: bool = Field(
+        False, description="Calls without a mark: one W3C trace (header traceparent) is one episode."
+    )
+    attribute_by_prefix: bool = Field(
+        False,
+        description="Calls without a mark: what goes on from a call's messages and answer is of its episode; "
+        "what goes on from nothing begins one.",
+    )
     redact: list[RedactionRule] = Field(
         default_factory=list,
         description="What is replaced before it is written: `[[redact]]` with `pattern` or `builtin` (email, "

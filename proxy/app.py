@@ -25,6 +25,7 @@ from .dialects.translator import Translator
 from .engines import Engines
 from .gate import Gate
 from .incoming import Parts
+from .inference import Inference
 from .keys import EpisodeKeys, holds_token, sent_keys
 from .kinds import Kinds
 from .lineage import Lineage
@@ -139,6 +140,7 @@ class ProxyApp:
             engines=self.engines,
             lineage=self.lineage,
             holds_ends=self.settings.durability == "commit",
+            inference=_inference(self.settings),
             kinds=Kinds(self.settings.kinds),
         )
         self._hop = Hop(parts, self.settings.max_body_mb * 1024 * 1024)
@@ -178,3 +180,8 @@ class ProxyApp:
 def _redactor(settings: ProxySettings) -> Redactor:
     keys = [key.get_secret_value() for key in (settings.token, settings.engine_api_key) if key is not None]
     return Redactor(rules_of(settings.redact), keys)
+
+
+def _inference(settings: ProxySettings) -> Inference | None:
+    by_trace, by_prefix = settings.attribute_by_trace, settings.attribute_by_prefix
+    return Inference(by_trace=by_trace, by_prefix=by_prefix) if by_trace or by_prefix else None

@@ -47,6 +47,8 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
     dialect = incoming.route.dialect or "other"
     request = read_request(dialect, body, incoming.header(b"content-type") or "")
     attribution = attribute(incoming.address, request.doc)
+    if attribution.episode_id is None and parts.inference is not None:
+        attribution = parts.inference.infer(attribution, incoming.headers, request.doc)
     refusal = parts.recorder.refusal
     if refusal is not None:
         await client.refuse(503, f"the call can't be recorded: {refusal}", retry_after_sec=1)
@@ -324,6 +326,8 @@ class Exchange:
     async def _record(self, end: CallEnd) -> bool:
         """Hand the row over; with durability "commit", wait for it. False: nothing more may be delivered."""
         self._is_queued = True
+        if self._parts.inference is not None:
+            self._parts.inference.learn(self._intent.attribution.episode_id, self._request.doc, end)
         if not self._parts.holds_ends:
             self._parts.recorder.put(end)
             return True

@@ -10,6 +10,7 @@ from ..records import Attribution, CallEnd, CallIntent, LogEntry, new_id, now_ms
 from .address import Address
 from .client import Client
 from .engines import Engines
+from .inference import Inference
 from .kinds import Kinds
 from .lineage import Lineage
 from .policies import Lease, LivePolicies
@@ -51,6 +52,7 @@ class Parts:
     holds_ends: bool  # durability "commit"
     front: CallFront | None = None
     kinds: Kinds = field(default_factory=Kinds)
+    inference: Inference | None = None  # None: switched off
 
 
 @dataclass(frozen=True, slots=True)

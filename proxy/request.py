@@ -112,13 +112,13 @@ def _unrecordable_chat(doc: Mapping[str, Any]) -> str | None:
     wanted = doc.get("logprobs")
     if wanted not in (None, False, True):
         return "logprobs is neither true nor false"
-    if doc.get("include_reasoning") is False:
+    if _says_no(doc.get("include_reasoning")):
         return "include_reasoning=false"  # the engine withholds ids and logprobs, rightly
     if not wanted and doc.get("top_logprobs") not in (None, 0):
         return "top_logprobs without logprobs"  # a 400 that logprobs would hide
     if not wanted and doc.get("logprob_token_ids"):
         return "logprob_token_ids without logprobs"  # likewise
-    if doc.get("stream") and doc.get("tools") and doc.get("parallel_tool_calls") is False:
+    if doc.get("stream") and doc.get("tools") and _says_no(doc.get("parallel_tool_calls")):
         # The engine empties the deltas of further calls: not to be told from those that injection causes.
         return "parallel_tool_calls=false in a stream"
     return None
@@ -145,9 +145,7 @@ def _quarantine(doc: Mapping[str, Any]) -> Quarantine | None:
     """The first reason in the request itself: what is not reproducible is not trainable."""
     temperature = doc.get("temperature")
     reasons = {
-        Quarantine.TEMPERATURE_ZERO: temperature is not None
-        and _is_number(temperature)
-        and temperature < _GREEDY_BELOW,
+        Quarantine.TEMPERATURE_ZERO: temperature is not None and _number(temperature) < _GREEDY_BELOW,
         Quarantine.TRUNCATED_SUPPORT: _has_truncated_support(doc),
         Quarantine.PENALTIES: any(doc.get(name) not in (None, value) for name, value in _NEUTRAL.items()),
         Quarantine.LOGIT_BIAS: bool(doc.get("logit_bias")),
@@ -190,7 +188,7 @@ def _has_constrained_tools(doc: Mapping[str, Any]) -> bool:
         return False
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
     is_strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
-    return is_strict or doc.get("parallel_tool_calls") is False
+    return is_strict or _says_no(doc.get("parallel_tool_calls"))
 
 
 def _has_other_media(messages: Any) -> bool:
@@ -206,5 +204,16 @@ def _has_other_media(messages: Any) -> bool:
     return False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _says_no(value: Any) -> bool:
+    """Whether the engine reads it as false: it takes words and numbers for truth values, too."""
+    if isinstance(value, str):
+        return value.lower() in ("false", "f", "no", "n", "off", "0")
+    return value is not None and value == 0
+
+
+def _number(value: Any) -> float:
+    """As the engine reads it; a text that is none is refused there, and counts as 1 here."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 1.0

@@ -106,7 +106,9 @@ def test_prompt_ids_must_be_there() -> None:
     [
         ({"temperature": 0}, Quarantine.TEMPERATURE_ZERO),
         ({"temperature": 0.005}, Quarantine.TEMPERATURE_ZERO),
+        ({"temperature": "0"}, Quarantine.TEMPERATURE_ZERO),
         ({"temperature": 0.7}, None),
+        ({"temperature": "warm"}, None),
         ({"temperature": None}, None),
         ({"top_p": 0.9}, Quarantine.TRUNCATED_SUPPORT),
         ({"top_p": 1.0, "top_k": -1, "min_p": 0.0}, None),

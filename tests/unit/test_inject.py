@@ -86,6 +86,7 @@ def test_completions_ask_for_zero_alternatives() -> None:
     [
         ({"echo": True}, "echo"),
         ({"include_reasoning": False}, "include_reasoning=false"),
+        ({"include_reasoning": "False"}, "include_reasoning=false"),
         ({"top_logprobs": 3}, "top_logprobs without logprobs"),
         ({"top_logprobs": -1, "logprobs": False}, "top_logprobs without logprobs"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids without logprobs"),
@@ -96,6 +97,7 @@ def test_completions_ask_for_zero_alternatives() -> None:
             {"stream": True, "tools": [{}], "parallel_tool_calls": False},
             "parallel_tool_calls=false in a stream",
         ),
+        ({"stream": True, "tools": [{}], "parallel_tool_calls": 0}, "parallel_tool_calls=false in a stream"),
     ],
 )
 def test_where_injection_could_change_the_answer_nothing_is_injected(

@@ -137,12 +137,9 @@ class Client:
         error = {"message": message, "type": "lightning_proxy", "param": None, "code": status}
         await self.send_json(status, {"error": error}, retry_after_sec)
 
-    async def send_json(
-        self, status: int, doc: Any, retry_after_sec: int | None = None, more: Headers | None = None
-    ) -> None:
+    async def send_json(self, status: int, doc: Any, retry_after_sec: int | None = None) -> None:
         body = orjson.dumps(doc)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += more or []
         if retry_after_sec is not None:
             headers.append((b"retry-after", str(retry_after_sec).encode()))
         await self.start(status, headers)

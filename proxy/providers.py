@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from .capture import MAX_ERROR_CHARS, Ending, StreamReader, make_end
 from .client import Client
 from .dialects.errors import refuse
 from .dialects.translator import MISSING_FOR_VENDORS, Translator, TranslatorError, is_installed
-from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE, USAGE_EVENT, Summary, Vendor
+from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE_EVENT, Summary, Vendor
 from .incoming import CallFront, Incoming, Parts
 from .request import Request
 from .sse import Framer, data_of
@@ -126,7 +127,7 @@ class _VendorCall:
             self._parts.recorder.put(CallDelivered(self._intent.id, self._client.is_complete))
 
     async def _ask(self) -> None:
-        shown = orjson.dumps(self._request.model).decode("latin-1")
+        shown = json.dumps(self._request.model)
         headers = {ANSWER_ID: self._answer_id, SHOWN_MODEL: shown}
         path = f"/vendor/{self._request.dialect}"
         try:
@@ -154,7 +155,7 @@ class _VendorCall:
         if answer.status >= 400:
             await self._fail(answer.status, str(doc.get("message")))
             return
-        self._summary = Summary.read(answer.headers[USAGE].encode("utf-8", "surrogateescape"))
+        self._summary, doc = Summary(**doc["summary"]), doc["answer"]
         self._reader.answer.take(doc, is_chunk=False)
         if await self._record(self._end(None, None)):
             await self._client.send_json(200, doc)

@@ -8,6 +8,7 @@ is known to LiteLLM only when the hop has committed its rows, so it can't be del
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ...records import Attribution, CallDelivered, CallEnd, CallStatus, new_id, 
 from ..asking import Asking
 from ..capture import MAX_ERROR_CHARS
 from ..client import Client
-from ..exchange import admit, carry_out
+from ..exchange import Exchange, admit, carry_out
 from ..incoming import Incoming, Parts, make_intent
 from ..policies import Lease
 from ..request import Request
@@ -131,7 +132,7 @@ class _Translation:
         headers = {HOP_URL: self._hop.url(), TOKEN: token, ANSWER_ID: call.answer_id}
         shown = self._request.model or self._parts.live.base_model
         if shown is not None:
-            headers[SHOWN_MODEL] = orjson.dumps(shown).decode("latin-1")
+            headers[SHOWN_MODEL] = json.dumps(shown)  # ASCII, as headers are
         try:
             answer = await self._translator.send(f"/{self._dialect}", headers, self._request.body)
         except TranslatorError as error:
@@ -164,6 +165,9 @@ class _Translation:
             return
         if (call.status or 0) >= 400:
             await self._pass_refusal(call)
+        elif answer.status == FAULT_STATUS and call.intent is None:
+            logger.warning("a %s call goes to the engine as it is: %s", self._dialect, _message(body))
+            await self._pass_untranslated(call.attribution)
         elif answer.status == FAULT_STATUS:
             await self._fail(call.attribution, 502, f"LiteLLM could not translate it: {_message(body)}")
         else:
@@ -171,6 +175,12 @@ class _Translation:
             if self._dialect == "messages":
                 _set_stop_string(doc, call.stop_string)
             await self._client.send_json(answer.status, doc)
+
+    async def _pass_untranslated(self, attribution: Attribution) -> None:
+        """The engine can answer what LiteLLM does not understand, if not token by token."""
+        request = replace(self._request, unrecordable="LiteLLM could not translate it")
+        intent = make_intent(self._parts, self._incoming, request, attribution, self._lease)
+        await Exchange(self._parts, self._client, request, self._lease, intent).run(self._incoming)
 
     async def _pass_refusal(self, call: OuterCall) -> None:
         """What the engine refused, in its own words and the dialect's shape."""

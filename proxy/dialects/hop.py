@@ -28,6 +28,7 @@ from ..request import Request, read_request
 from ..routes import Route
 from .rendering import Rendered, render_headers
 from .translatable import chat_body
+from .wire import KEEP_ALIVE_SEC
 
 CHAT = Route("/v1/chat/completions", "chat")
 _STOP_STRING = re.compile(rb'"stop_reason"\s*:\s*("(?:[^"\\]++|\\.)*+")')
@@ -128,7 +129,14 @@ class Hop:
             self._listener = socket.socket()
             self._listener.bind(("127.0.0.1", 0))
             self._listener.listen(2048)
-            config = uvicorn.Config(self, log_config=None, access_log=False, lifespan="off", ws="none")
+            config = uvicorn.Config(
+                self,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SEC,
+            )
             self._server = _QuietServer(config)
             self._serving = asyncio.create_task(self._server.serve([self._listener]))
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"

@@ -121,6 +121,9 @@ def chat_body(
             body["thinking_token_budget"] = thinking.get("budget_tokens")
         if doc.get("stop_sequences"):
             body["stop"] = doc["stop_sequences"]
+        wanted = _response_format(doc.get("output_config"))
+        if wanted is not None:
+            body["response_format"] = wanted
     if tools and _is_single_call(dialect, doc):
         body["parallel_tool_calls"] = False
     if prompt_ids is not None:
@@ -156,6 +159,15 @@ def _reasoning_effort(dialect: str, doc: Mapping[str, Any]) -> Any:
         return "none"
     output = doc.get("output_config")
     return output.get("effort") if isinstance(output, dict) else None
+
+
+def _response_format(output: Any) -> dict[str, Any] | None:
+    """Structured output of the Messages API, as vLLM reads it."""
+    wanted = output.get("format") if isinstance(output, dict) else None
+    schema = wanted.get("schema") or wanted.get("json_schema") if isinstance(wanted, dict) else None
+    if schema is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
 
 
 def _is_single_call(dialect: str, doc: Mapping[str, Any]) -> bool:

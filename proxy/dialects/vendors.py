@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 
 from ..client import Client
 from . import shape
-from .wire import USAGE, USAGE_EVENT, Summary, Vendor
+from .wire import USAGE_EVENT, Summary, Vendor
 
 ENCODING = "cl100k_base"
 """The one that comes with LiteLLM: an estimate must not need a download."""
@@ -47,7 +48,7 @@ class Vendors:
         if not streams:
             plain = _shaped(dialect, _plain(found), shown)
             summing.take_whole(plain)
-            await client.send_json(200, plain, more=[(USAGE.encode(), summing.summary().line())])
+            await client.send_json(200, {"answer": plain, "summary": asdict(summing.summary())})
             return
         events = _events(dialect, found, shown)
         first = await anext(events, None)

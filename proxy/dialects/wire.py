@@ -12,9 +12,10 @@ HOP_URL = "x-lightning-hop"
 TOKEN = "x-lightning-token"
 ANSWER_ID = "x-lightning-answer"
 SHOWN_MODEL = "x-lightning-model"
-USAGE = "x-lightning-usage"
 USAGE_EVENT = b"event: lightning.usage\ndata: "
 """The last block of a vendor's stream: for the proxy, not for the agent."""
+KEEP_ALIVE_SEC = 24 * 3600
+"""Neither side's server closes an idle connection that the other is about to use."""
 FAULT_STATUS = 599
 """No vendor's status: the translator itself could not do it, and the body says why."""
 

@@ -21,7 +21,7 @@ import uvicorn
 from ..client import BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from . import shape
 from .vendors import Vendors
-from .wire import ANSWER_ID, FAULT_STATUS, HOP_URL, SECRET, SHOWN_MODEL, TOKEN, StartUp
+from .wire import ANSWER_ID, FAULT_STATUS, HOP_URL, KEEP_ALIVE_SEC, SECRET, SHOWN_MODEL, TOKEN, StartUp
 
 ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download at import
@@ -31,6 +31,29 @@ ENVIRONMENT = {
 MODEL = "hosted_vllm/policy"
 """LiteLLM decides by the model's name what to leave out, so it is told one that it knows nothing about."""
 MAX_BODY_BYTES = 2**31
+_TOLD = {
+    "messages": (
+        "max_tokens",
+        "messages",
+        "stop_sequences",
+        "system",
+        "temperature",
+        "tool_choice",
+        "tools",
+        "top_p",
+    ),
+    "responses": (
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "temperature",
+        "text",
+        "tool_choice",
+        "tools",
+        "top_p",
+    ),
+}
+"""What LiteLLM is told of an agent's body; the rest the hop puts into the chat request (translatable.py)."""
 
 
 class Worker:
@@ -113,7 +136,7 @@ class Worker:
     ) -> None:
         streams = doc.get("stream") is True
         answer = await self._litellm.anthropic.messages.acreate(
-            **self._asked(doc), **target, stream=streams, max_retries=0, num_retries=0
+            **_told("messages", doc), **target, stream=streams, max_retries=0, num_retries=0
         )
         if not streams:
             await client.send_json(200, shape.message(_plain(answer), shown))
@@ -124,7 +147,7 @@ class Worker:
         self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
     ) -> None:
         streams = doc.get("stream") is True
-        asked = self._asked(doc)
+        asked = _told("responses", doc)
         asked["tools"] = [tool for tool in doc.get("tools") or () if tool.get("type") == "function"] or None
         answer = await self._litellm.aresponses(
             **asked, **target, stream=streams, use_chat_completions_api=True, max_retries=0, num_retries=0
@@ -133,6 +156,10 @@ class Worker:
             await client.send_json(200, shape.response(_plain(answer), shown))
             return
         await _stream(client, (shape.response_event(_plain(event), shown) async for event in answer))
+
+
+def _told(dialect: str, doc: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: doc[name] for name in _TOLD[dialect] if name in doc}
 
 
 class BrokenAnswerError(Exception):
@@ -171,6 +198,8 @@ def _plain(value: Any) -> dict[str, Any]:
 
 def _import_litellm() -> Any:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    for name in ("NO_PROXY", "no_proxy"):  # the hop is on this machine, whatever the way to the vendors is
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
     import litellm
     import litellm.types.utils
 
@@ -201,6 +230,7 @@ def main() -> None:
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE_SEC,
     )
     server = Server(config)
 

@@ -228,6 +228,30 @@ def test_what_is_not_translated_goes_to_the_engine_as_it_is(
 
 
 @BOTH
+def test_what_litellm_does_not_understand_goes_to_the_engine_as_it_is(running: Running, dialect: str) -> None:
+    more = {"messages": 5} if dialect == "messages" else {"tools": 5}
+    assert call(running, dialect, **more).status == 404  # the fake has no such route
+    row, _ = last_call(running)
+    assert row["unrecordable"] == "LiteLLM could not translate it"
+    assert (row["delivered"], chat_requests(running)) == (1, [])
+
+
+def test_what_the_agent_asks_beyond_litellm_s_knowledge_arrives(running: Running) -> None:
+    schema = {"type": "object", "properties": {}}
+    more = {
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        "context_management": {"edits": []},
+        "seed": 5,
+        "model": "gpt-4o-ü",
+    }
+    answer = call(running, "messages", **more)
+    assert json.loads(answer.body)["model"] == "gpt-4o-ü"
+    (asked,) = chat_requests(running)
+    assert asked["response_format"]["json_schema"]["schema"] == schema
+    assert asked["seed"] == 5
+
+
+@BOTH
 def test_a_client_that_leaves_ends_the_engine_s_work(running: Running, dialect: str) -> None:
     running.engine.num_tokens, running.engine.chunk_delay_sec = 100_000, 0.01
     connection = http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=30)
@@ -366,10 +390,13 @@ def test_nobody_else_can_use_the_inner_hop(running: Running) -> None:
         assert answer.status == 401
 
 
-def test_the_translator_ends_with_the_proxy_and_starts_with_the_first_call(tmp_path: Any) -> None:
+def test_the_translator_ends_with_the_proxy_and_starts_with_the_first_call(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the hop is not asked through it
     with running_proxy(tmp_path) as running:
         assert running.proxy.translator.pid is None
-        call(running, "messages")
+        assert call(running, "messages").status == 200
         pid = running.proxy.translator.pid
         assert pid is not None
     with pytest.raises(ProcessLookupError):

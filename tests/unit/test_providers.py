@@ -123,7 +123,8 @@ def test_counts_that_a_vendor_omits_are_estimated_and_marked(
     judged: Judged, dialect: str, streaming: bool
 ) -> None:
     judged.vendor.gives_usage = False
-    judged.ask(dialect, stream=streaming)
+    answer = judged.ask(dialect, stream=streaming)
+    assert answer.status == 200, answer.body
     row, _ = judged.last()
     assert row["usage_estimated"] == 1
     assert 5 < row["num_prompt_tokens"] < 40

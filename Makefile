@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test postgres crash-test conformance demo bench-proxy docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test conformance demo bench-proxy bench-store docs wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -79,6 +79,9 @@ $(LITELLM)/.installed: bench/proxy/litellm.txt
 	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
 	$(LITELLM)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	@touch $@
+
+bench-store: | $(INSTALLED) postgres ## how large the log is, what it stands, how fast a million calls are; about 8 minutes
+	$(BIN)/python bench/store/bench.py $(BENCH_FLAGS)
 
 docs: | $(INSTALLED) ## docs/settings.md and docs/cli.md, written from the code
 	$(BIN)/python docs/generate.py

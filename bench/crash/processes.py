@@ -59,6 +59,10 @@ class Proxy:
         """At this very instant, without a word."""
         self._process.send_signal(signal.SIGKILL)
 
+    def stop(self) -> None:
+        """As an operator does: it finishes what is running."""
+        self._process.terminate()
+
     async def gone(self) -> None:
         await self._process.wait()
 

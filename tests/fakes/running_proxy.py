@@ -41,7 +41,7 @@ def running_proxy(
         app.live.set_base_model(engine.models[0])
 
     with serving(engine) as engine_url:
-        database = Database.open(f"sqlite:///{tmp_path}/log.db")
+        database = Database.open(settings.pop("db", f"sqlite:///{tmp_path}/log.db"))
         chosen = ProxySettings.load(engine_url=engine_url, db=database.url, **settings)
         proxy = ProxyApp(chosen, database, background=[know_base, *more])
         try:

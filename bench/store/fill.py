@@ -155,6 +155,8 @@ class Author:
             step = number // GROUP_SIZE // STEP_GROUPS
             if is_trained and (number // GROUP_SIZE) % STEP_GROUPS == 0:
                 rows["step_manifests"].append(("earlier", step, "policy", step, began))
+                made = f"policy/{step + 1}"
+                rows["events"].append((self._id(), "policy_version", made, "retired", "publisher", began))
                 rows["policy_versions"].append(
                     ("policy", step + 1, "retired", "lora", "earlier", step, began)
                 )

@@ -17,6 +17,7 @@ from lightning_rl.records import CallKind, Episode, EpisodeStatus
 from lightning_rl.store import read
 from lightning_rl.store.commands import calls_app, episodes_app
 from lightning_rl.store.database import Database
+from lightning_rl.store.verify import verify
 
 app = typer.Typer()
 app.add_typer(episodes_app, name="episodes")
@@ -76,6 +77,9 @@ def test_tags_assignments_kinds_and_used_answers(database: Database) -> None:
     calls = episode(database).calls
     assert [call.kind for call in calls] == [CallKind.SIDE, CallKind.JUDGE]
     assert calls[0].choices[0].used is False
+    run("episodes", "exclude", "ep")
+    run("episodes", "include", "ep")
+    assert list(verify(database).faults) == []
     for arguments in (("side",), ("side", "c1", "--episode", "ep"), ("side", "c1", "--agent", "a")):
         assert "name calls by their ids" in error("calls", "kind", *arguments)
     assert "choose one of policy, side" in error("calls", "kind", "title", "c1")

@@ -39,7 +39,8 @@ _QUARANTINE_ADVICE = {
     Quarantine.NOT_POLICY: "no policy of yours served it: ask for the policy's name or an alias of it",
     Quarantine.VERSION_CHANGED: "weights changed in the middle: nothing to do, the next calls are whole",
     Quarantine.REDACTED: "tokens were redacted: nothing to do",
-    Quarantine.PROMPT_PARITY: "a translated prompt was not the engine's own: see docs/recording.md",
+    Quarantine.PROMPT_PARITY: "a translated prompt is not proven to be the engine's own: start vLLM with "
+    "--enable-scale-out (docs/dialects.md)",
 }
 _STATUS_ADVICE = {
     CallStatus.OPEN: "no answer is in the log: still running, or its proxy was killed",

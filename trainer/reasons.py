@@ -113,6 +113,7 @@ _WORDS: dict[str, str] = {
     Quarantine.NOT_POLICY: "no policy of ours served it",
     Quarantine.VERSION_CHANGED: "the weights changed while it was written",
     Quarantine.REDACTED: "parts of it were redacted",
+    Quarantine.PROMPT_PARITY: "its translated prompt is not proven to be the engine's own",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +11,7 @@ from .client import Client
 from .engines import Engines
 from .inference import Inference
 from .kinds import Kinds
-from .lineage import Lineage
+from .lineage import Lineage, digest
 from .policies import Lease, LivePolicies
 from .request import Request
 from .routes import Route
@@ -95,7 +94,7 @@ def make_intent(
         fingerprint_id=engine.fingerprint_id,
         sampling=request.sampling,
         request_body=request.body,
-        request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),
+        request_hash=digest(request.body),
         state_key=state_key,
         parent_call_id=parent,
         unrecordable=request.unrecordable,

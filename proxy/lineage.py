@@ -52,6 +52,28 @@ class Lineage:
         self._episodes.pop(episode_id, None)
 
 
+_AT_ONCE_BYTES = (
+    2047  # hashlib gives Python's lock away for more, and the event loop would wait to get it back
+)
+_LONG_BYTES = 64 * 1024  # from here on the hash takes longer than that
+
+
+def digest(text: bytes) -> bytes:
+    """blake2b-128."""
+    running = hashlib.blake2b(digest_size=16)
+    _update(running, text)
+    return running.digest()
+
+
+def _update(running: hashlib.blake2b, text: bytes) -> None:
+    if len(text) <= _AT_ONCE_BYTES or len(text) >= _LONG_BYTES:
+        running.update(text)
+        return
+    view = memoryview(text)
+    for start in range(0, len(text), _AT_ONCE_BYTES):
+        running.update(view[start : start + _AT_ONCE_BYTES])
+
+
 def _hashes(messages: list[Any]) -> tuple[list[bytes], str]:
     """A running hash after each message, and the state: what was observed since the last answer.
 
@@ -65,7 +87,7 @@ def _hashes(messages: list[Any]) -> tuple[list[bytes], str]:
     for message in messages:
         text = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
         running.update(b"%d:" % len(text))
-        running.update(text)
+        _update(running, text)
         prefixes.append(running.digest())
         role = message.get("role") if isinstance(message, dict) else None
         if role == "assistant":
@@ -78,7 +100,7 @@ def _hashes(messages: list[Any]) -> tuple[list[bytes], str]:
     state = hashlib.blake2b(digest_size=16)
     for text in observed or told:
         state.update(b"%d:" % len(text))
-        state.update(text)
+        _update(state, text)
     return prefixes, state.hexdigest()
 
 
@@ -105,4 +127,4 @@ def _without_ids(message: Any) -> Any:
 def _state_key(prompt: Any) -> str | None:
     if prompt is None:
         return None
-    return hashlib.blake2b(orjson.dumps(prompt), digest_size=16).hexdigest()
+    return digest(orjson.dumps(prompt)).hex()

@@ -32,14 +32,18 @@ def call_of(ids: Sequence[int]) -> int:
     return (ids[0] - 1000) * 1000 + ids[1]
 
 
+def _variant(call: int, num_tokens: int) -> int:
+    return call % NUM_VARIANTS if num_tokens == NUM_TOKENS else 0  # huge answers are all alike
+
+
 def completion_ids(call: int, num_tokens: int = NUM_TOKENS) -> list[int]:
-    variant = call % NUM_VARIANTS
+    variant = _variant(call, num_tokens)
     return [(variant * 977 + i * 613) % _VOCABULARY for i in range(num_tokens)]
 
 
 def logprobs(call: int, num_tokens: int = NUM_TOKENS) -> array[float]:
     """As the engine has them: 32-bit floats."""
-    variant = call % NUM_VARIANTS
+    variant = _variant(call, num_tokens)
     return array("f", [-((variant * 31 + i * 17) % 1000 + 1) / 997 for i in range(num_tokens)])
 
 
@@ -105,7 +109,7 @@ def _whole(variant: int, asked: bool, num_tokens: int) -> tuple[bytes, bytes]:
 
 
 def whole_answer(call: int, *, asked: bool, num_tokens: int = NUM_TOKENS) -> bytes:
-    before, after = _whole(call % NUM_VARIANTS, asked, num_tokens)
+    before, after = _whole(_variant(call, num_tokens), asked, num_tokens)
     return before + _prompt_text(call) + after if asked else before
 
 

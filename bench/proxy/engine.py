@@ -107,6 +107,7 @@ async def serve(port: int) -> None:
         for asked in (False, True):
             answers.whole_answer(call, asked=asked)
             answers.streamed_answer(call, asked=asked)
+    answers.whole_answer(0, asked=True, num_tokens=answers.HUGE_TOKENS)
     server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port, backlog=2048)
     print("ready", flush=True)
     await server.serve_forever()

@@ -112,16 +112,16 @@ class EngineWatch:
     async def _look(self, handle: Handle) -> None:
         app, state = self._app, handle.state
         label = await handle.client.weight_label()
-        if label not in (None, BASE_LABEL):
+        if app.engines.holding != Holding():  # of a proxy that has published, and is gone
+            missing = await what_is_missing(handle.client, app.engines.holding, state.lacks)
+            if missing is not None:
+                raise EngineError(f"the engine at {state.url}: {missing}")
+        elif label not in (None, BASE_LABEL):
             raise EngineError(
                 f"the engine at {state.url} holds {label!r}, which somebody has published: which version "
                 "answers can't be known here, so the policy is not served; use a proxy that publishes, or "
                 "restart the engine"
             )
-        if app.engines.holding.adapters:  # of a proxy that has published, and is gone
-            missing = await what_is_missing(handle.client, app.engines.holding, state.lacks)
-            if missing is not None:
-                raise EngineError(f"the engine at {state.url}: {missing}")
         model = await handle.client.base_model()
         if state in app.engines.in_rotation and app.live.base_model == model.name:
             state.is_suspect = False

@@ -241,7 +241,9 @@ class Member:
             doc = known.get(engine.url)
             if doc is None:
                 self._engines.withdraw(engine, is_up=engine.is_up)
-            elif engine.is_up:  # else it is looked at first: it was seen down here
+                continue
+            engine.fingerprint_id, engine.lacks = doc["fingerprint"], frozenset(doc["lacks"])
+            if engine.is_up:  # else it is looked at first: it was seen down here
                 self._engines.admit_engine(engine, fingerprint_id=doc["fingerprint"], lacks=doc["lacks"])
         if known and not any(engine.url in known for engine in self._engines.all):
             logger.warning(

@@ -338,7 +338,8 @@ class LivePolicies:
         self._drop_old_pins()
         key = (policy, episode_id)
         pin = self._pins.get(key)
-        if pin is not None and pin.version in loaded.names:
+        is_young = pin is not None and pin.at_sec > self._clock() - self._pin_max_age_sec
+        if pin is not None and is_young and pin.version in loaded.names:
             return pin.version
         self._pins.pop(key, None)  # so that the order stays oldest first
         self._pins[key] = _Pin(loaded.version, self._clock())

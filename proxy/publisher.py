@@ -162,8 +162,7 @@ class Publisher:
         await self._fleet.hold(drains=True, timeout_sec=self._place.hold_timeout_sec)
         self._live.forget_engine()
         while True:
-            rows = await self._read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
-            target = rows_by_kind(rows, self._settings.policy)
+            target = await self._target(self._fleet.is_in_use)
             arrived, errors = await self._bring(handles, target)
             if arrived:
                 break
@@ -177,12 +176,33 @@ class Publisher:
             self._admit_if_same(one, base)
         for error in errors:
             self._say(str(error))
+        held = [row for row in target.older if any(_name(row) not in one.lacks for one in arrived)]
+        target = replace(target, older=tuple(held))
         self._engines.holding = target.holding()
         self._live.set_base_model(base)
+        for row in target.older:
+            self._live.set_live(row.policy, row.version, row.kind, _name(row))
         for row in (*((target.full,) if target.full else ()), *target.adapters):
-            model = base if row.kind is WeightsKind.FULL else adapter_name(row.policy, row.version)
+            model = base if row.kind is WeightsKind.FULL else _name(row)
             self._live.set_live(row.policy, row.version, row.kind, model)
             logger.info("version %d of %r is live (%s)", row.version, row.policy, row.kind.value)
+
+    async def _target(self, needs: Callable[[str, int], bool]) -> Target:
+        """What is live in the log, and those of the older adapters that are still needed."""
+        rows = await self._read(
+            lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.DRAINING)
+        )
+        live = [row for row in rows if row.status is VersionStatus.LIVE]
+        policies = {row.policy for row in live}
+        older = tuple(
+            row
+            for row in rows
+            if row.status is VersionStatus.DRAINING
+            and row.kind is WeightsKind.LORA
+            and row.policy in policies
+            and needs(row.policy, row.version)
+        )
+        return replace(rows_by_kind(live, self._settings.policy), older=older)
 
     async def _bring(
         self, handles: Sequence[Handle], target: Target
@@ -204,19 +224,9 @@ class Publisher:
         """Others serve: this one gets what is live before it gets a call."""
         if time.monotonic() < self._again_at_sec.get(handle, 0):
             return
-        rows = await self._read(
-            lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.DRAINING)
-        )
-        target = rows_by_kind(
-            [row for row in rows if row.status is VersionStatus.LIVE], self._settings.policy
-        )
-        older = tuple(
-            row
-            for row in rows
-            if row.status is VersionStatus.DRAINING
-            and adapter_name(row.policy, row.version) in self._engines.holding.adapters
-        )
-        arrived, errors = await self._bring([handle], replace(target, older=older))
+        loaded = self._engines.holding.adapters
+        target = await self._target(lambda policy, version: adapter_name(policy, version) in loaded)
+        arrived, errors = await self._bring([handle], target)
         if errors:
             self._say(f"the engine at {handle.state.url} stays out of rotation: {errors[0]}")
             if not isinstance(errors[0], EngineGoneError):
@@ -349,6 +359,10 @@ class Publisher:
         self._heard.add(line)
         if line not in self._said:
             logger.warning("%s", line)
+
+
+def _name(row: PolicyVersion) -> str:
+    return adapter_name(row.policy, row.version)
 
 
 async def _nothing_to_write(_: Handle) -> None:

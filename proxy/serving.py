@@ -85,10 +85,14 @@ async def _work(app: ProxyApp, member: Member, handles: Sequence[Handle]) -> Non
                     await publisher.take_over(was_open=state is not None and state.phase == "open")
                     term = member.term
                 await publisher.turn()
-            elif member.view is not None and member.has_publisher:
+                await asyncio.sleep(app.settings.publish_poll_sec)
+                continue
+            term = None
+            if member.view is not None and member.has_publisher:
                 state = member.view.state
-                await watch.turn(listed=() if state is None else tuple(state.engines))
-                member.looked()
+                if state is not None and state.engines:
+                    await watch.turn(listed=tuple(state.engines))
+                    member.looked()
             elif member.view is not None and not app.settings.publish:
                 await watch.turn(listed=None)
         except LightningError as error:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from ...store.fleet import FleetView, ProxyRow, view
 from ...store.marks import count_marks
 from ...store.read import count_episodes
 from ..engines import EngineState
@@ -33,15 +34,16 @@ async def healthz(context: Context) -> JSONResponse:
 
 @router.get("/lightning/api/status")
 async def status(context: Context) -> dict[str, Any]:
-    def load(conn: sa.Connection) -> tuple[dict[str, int], dict[str, int]]:
-        return asdict(count_episodes(conn)), asdict(count_marks(conn))
+    def load(conn: sa.Connection) -> tuple[dict[str, int], dict[str, int], FleetView]:
+        return asdict(count_episodes(conn)), asdict(count_marks(conn)), view(conn)
 
-    episodes, marks = await context.read(load)
+    episodes, marks, fleet = await context.read(load)
     metrics = context.metrics
     return {
         "episodes": episodes,
         "engine": {"url": context.settings.engine_url[0], "base_model": context.live.base_model},
         "engines": [_engine_doc(engine) for engine in context.engines.all],
+        "proxies": [_proxy_doc(row, fleet) for row in fleet.proxies],
         "calls_in_flight": context.live.gate.in_flight,
         "calls_waiting": context.live.gate.waiting,
         "attribution": {
@@ -62,6 +64,17 @@ async def status(context: Context) -> dict[str, Any]:
             "entries_lost": context.recorder.num_lost,
             "calls_redacted": dict(context.redactor.num_by_rule),
         },
+    }
+
+
+def _proxy_doc(row: ProxyRow, fleet: FleetView) -> dict[str, Any]:
+    return {
+        "proxy": row.id,
+        "host": row.host,
+        "pid": row.pid,
+        "started_at_ms": row.started_at_ms,
+        "seen_ms_ago": fleet.now_ms - row.seen_at_ms,
+        "publishes": row.id == fleet.owner,
     }
 
 

@@ -86,15 +86,19 @@ class Proxy:
 
     async def crash(self) -> None:
         """Gone without a word."""
+        await self._end_tasks()
+        await asyncio.to_thread(self.member._thread.shutdown)
+
+    async def stop(self) -> None:
+        if self.tasks:
+            await self._end_tasks()
+            await self.member.stop()
+
+    async def _end_tasks(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.tasks = []
-
-    async def stop(self) -> None:
-        if self.tasks:
-            await self.crash()
-            await self.member.stop()
 
     async def call(self, episode: str | None, turns: int = 3) -> int:
         """A call as the relay makes it; what answers must be the version that its row names."""
@@ -227,6 +231,8 @@ class Fleet:
     async def end(self) -> None:
         for proxy in self.proxies:
             await proxy.stop()
+        await asyncio.get_running_loop().shutdown_default_executor()  # what was cancelled may still run there
+        for proxy in self.proxies:
             proxy.database.close()
         self.database.close()
 
@@ -269,7 +275,7 @@ async def test_an_adapter_goes_live_in_both_and_none_is_asked_for_n_after_the_ot
     assert fleet.admitted == sorted(fleet.admitted)
     assert set(fleet.admitted) == {0, 1, 2, 3}
     assert fleet.status(3) is VersionStatus.LIVE
-    await until(lambda: fleet.status(2) is VersionStatus.RETIRED)
+    await until(lambda: all(fleet.status(old) is VersionStatus.RETIRED for old in (1, 2)))
     assert all(set(fake.adapters) == {"policy@3"} for fake in fleet.fakes)
 
 
@@ -419,6 +425,26 @@ async def test_a_proxy_that_does_not_publish_serves_what_another_one_publishes(f
     await until(lambda: follower.live.live_version("policy") == 1 and follower.gate.is_open)
     assert await follower.call(None) == 1
     assert not follower.member.is_publisher
+
+
+@scenario
+async def test_a_follower_serves_on_when_nobody_publishes_any_more(fleet: Fleet) -> None:
+    publisher = fleet.add()
+    await until(lambda: publisher.gate.is_open)
+    follower = fleet.add(publishes=False)
+    await until(lambda: follower.gate.is_open)
+    fleet.candidate(1, FULL)
+    await until(lambda: follower.live.live_version("policy") == 1 and follower.gate.is_open)
+    await publisher.stop()
+    await until(lambda: not follower.member.has_publisher)
+    await asyncio.sleep(0.3)
+    assert await follower.call(None) == 1
+    for fake in fleet.fakes:
+        fake.restart()
+    for engine in follower.engines.all:
+        engine.is_suspect = True
+    await until(lambda: follower.live.live_version("policy") == 0)
+    assert await follower.call(None) == 0
 
 
 @scenario

@@ -220,6 +220,23 @@ def test_an_engine_that_joins_gets_the_older_adapters_that_episodes_are_pinned_t
     run(scenario)
 
 
+def test_episodes_keep_their_version_when_every_engine_was_restarted(pair: Cluster) -> None:
+    async def scenario() -> None:
+        pair.candidate(1, LORA)
+        await pair.steps()
+        pair.live.resolve("policy", "e1")
+        pair.candidate(2, LORA)
+        await pair.steps()
+        for fake in pair.fakes:
+            fake.restart()
+        await pair.steps()
+        assert pair.live.resolve("policy", "e1").version == 1
+        assert pair.live.resolve("policy", "e2").version == 2
+        assert adapters(pair) == [{"policy@1", "policy@2"}] * 2
+
+    run(scenario)
+
+
 def test_an_engine_with_another_base_model_stays_out(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         await pair.steps()

@@ -66,6 +66,8 @@ def test_both_workers_record_and_a_signal_lets_running_calls_end(tmp_path: Path)
         ThreadPoolExecutor(16) as pool,
     ):
         wait_for_workers(database)
+        status = json.loads(ask(url, "/lightning/api/status").body)
+        assert sorted(proxy["publishes"] for proxy in status["proxies"]) == [False, True]
         answers = list(pool.map(lambda i: ask(url, f"/episodes/e{i % 7}{CHAT}", BODY).status, range(64)))
         assert answers == [200] * 64
         engine.answer_delay_sec = 1.0
@@ -78,10 +80,12 @@ def test_both_workers_record_and_a_signal_lets_running_calls_end(tmp_path: Path)
         with database.read() as conn:
             statuses = conn.exec_driver_sql("SELECT status, delivered FROM calls").all()
             versions = conn.exec_driver_sql("SELECT DISTINCT policy_version FROM calls").all()
+            unknown = conn.exec_driver_sql("SELECT count(*) FROM calls WHERE fingerprint_id IS NULL").scalar()
             assert rows.view(conn).proxies == ()
             assert rows.view(conn).owner is None
         assert statuses == [("complete", 1)] * 68
         assert versions == [(0,)]
+        assert unknown == 0
 
 
 def test_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:

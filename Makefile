@@ -15,7 +15,8 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
-.PHONY: help install model check lint types unit test postgres crash-test conformance demo bench-proxy bench-store docs wheel clean
+.PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean \
+  bench-proxy bench-store bench-credit
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -82,6 +83,10 @@ $(LITELLM)/.installed: bench/proxy/litellm.txt
 
 bench-store: | $(INSTALLED) postgres ## how large the log is, what it stands, how fast a million calls are; about 8 minutes
 	$(BIN)/python bench/store/bench.py $(BENCH_FLAGS)
+
+bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PPO beside GRPO on a real engine; about an hour
+	@$(MAKE) --no-print-directory model
+	$(BIN)/python bench/credit/run.py --model $(MODEL) $(BENCH_FLAGS)
 
 docs: | $(INSTALLED) ## docs/settings.md and docs/cli.md, written from the code
 	$(BIN)/python docs/generate.py

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from world import LEVER, VOCABULARY, Task, Walk
 
 from lightning_rl.records import (
@@ -45,6 +46,7 @@ def new_model(seed: int) -> Any:
             num_key_value_heads=4,
             max_position_embeddings=16,
             bos_token_id=30,
+            initializer_range=48**-0.5,  # the usual 0.02 is for models a hundred times as wide
             eos_token_id=31,
             pad_token_id=31,
             attn_implementation=attention.NAME,
@@ -52,6 +54,17 @@ def new_model(seed: int) -> Any:
     ).float()
     _teach_format(model, random.Random(seed))
     return model
+
+
+def tokenizer() -> Any:
+    """The trainer wants one; nothing here is ever text."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w30")),
+        unk_token="w30",
+        pad_token="w31",
+        eos_token="w31",
+    )
 
 
 def _teach_format(model: Any, random_: random.Random) -> None:

@@ -91,7 +91,6 @@ class Demo:
         self.children.wait_ready(f"{self.proxy_url}/healthz", "the proxy")
 
     def start_trainer(self) -> Trainer:
-        configuration = Path(__file__).parents[2] / "configs" / "train-calculator.toml"
         arguments = [
             "--db",
             self.db,
@@ -101,7 +100,7 @@ class Demo:
             str(self.out / "runs"),
         ]
         child = self.children.start(
-            "train", "train", "--config", str(configuration), *arguments, "--watch", "--json"
+            "train", "train", "--config", str(self.arguments.train_config), *arguments, "--watch", "--json"
         )
         return Trainer(child, child.log)
 
@@ -180,6 +179,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--out", type=Path, help="folder for the log, the runs and the plot; default demo-out/<time>"
+    )
+    parser.add_argument(
+        "--train-config",
+        type=Path,
+        default=Path(__file__).parents[2] / "configs" / "train-calculator.toml",
+        help="settings of `lightning train`; default configs/train-calculator.toml",
     )
     parser.add_argument("--stream", action="store_true", help="the agent streams its answers")
     parser.add_argument(

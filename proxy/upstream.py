@@ -6,6 +6,7 @@ Knows HTTP; nothing of calls, tokens or the log. Bodies pass as bytes, compresse
 from __future__ import annotations
 
 import errno
+import io
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from .address import OUR_HEADERS
 Headers = list[tuple[bytes, bytes]]
 
 CONNECT_TIMEOUT_SEC = 5.0
+LARGE_BODY_BYTES = 2**20  # from here on aiohttp warns of bytes
 KEEP_ALIVE_SEC = 4.0
 """Less than vLLM's own 5 s: a connection that the engine is about to close must not take a POST."""
 
@@ -127,7 +129,7 @@ class Upstream:
         started = time.monotonic()
         try:
             return await self._session.request(
-                method, url, headers=forwarded, data=body, allow_redirects=False
+                method, url, headers=forwarded, data=_data(body), allow_redirects=False
             )
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             is_race = time.monotonic() - started < RACE_SEC and not _is_fresh.get()
@@ -135,7 +137,9 @@ class Upstream:
                 raise
         if self._fresh is None:
             self._fresh = self._new_session(_Connector(limit=0, force_close=True))
-        return await self._fresh.request(method, url, headers=forwarded, data=body, allow_redirects=False)
+        return await self._fresh.request(
+            method, url, headers=forwarded, data=_data(body), allow_redirects=False
+        )
 
     def request_headers(self, headers: Headers) -> list[tuple[str, str]]:
         """What the engine is sent of the client's headers, with the engine's key."""
@@ -143,6 +147,11 @@ class Upstream:
         if self._authorization is not None:
             forwarded.append(("authorization", self._authorization))
         return forwarded
+
+
+def _data(body: bytes | AsyncIterator[bytes] | None) -> io.BytesIO | bytes | AsyncIterator[bytes] | None:
+    """Large bodies as files: aiohttp writes those piece by piece, and bytes at one go, with a warning."""
+    return io.BytesIO(body) if isinstance(body, bytes) and len(body) > LARGE_BODY_BYTES else body
 
 
 @lru_cache(maxsize=1024)

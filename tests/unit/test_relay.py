@@ -349,6 +349,12 @@ def test_large_answers_and_bodies(running: Running) -> None:
     assert choices_of(running, "large")[0]["num_tokens"] == 20_000
 
 
+def test_a_body_of_megabytes_is_sent_without_a_warning(running: Running) -> None:
+    body = chat(messages=[{"role": "user", "content": "x" * 3_000_000}])
+    same(ask(running.engine_url, CHAT, body), ask(running.url, f"/episodes/megabytes{CHAT}", body))
+    assert choices_of(running, "megabytes")[0]["quarantine"] is None
+
+
 def test_bodies_above_the_limit_are_refused(tmp_path: Path) -> None:
     with running_proxy(tmp_path, max_body_mb=1) as running:
         for path, headers in ((CHAT, {}), ("/v1/audio/transcriptions", {"content-type": "audio/wav"})):

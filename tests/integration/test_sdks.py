@@ -426,7 +426,8 @@ async def run_agent(recording: Recording, streamed: bool, tools: list[Any], sett
             try:
                 return str((await Runner.run(agent, "Weather in Rome?", max_turns=4)).final_output)
             except ModelBehaviorError as error:  # what this SDK makes of any answer that ends at its limit
-                assert "max_output_tokens" in str(error)
+                if "max_output_tokens" not in str(error):
+                    raise
                 return "cut"
         result = Runner.run_streamed(agent, "Weather in Rome?", max_turns=4)
         kinds = {event.type async for event in result.stream_events()}

@@ -38,6 +38,7 @@ from .schema import calls, choices, fingerprints
 from .sharing import refer
 from .statements import (
     existing,
+    indexed_text,
     insert_missing,
     names_in,
     optional_text,
@@ -256,7 +257,7 @@ def _intent_row(intent: CallIntent) -> dict[str, Any]:
         "engine_url": intent.engine_url,
         "sampling": storable_json(intent.sampling),
         "request_hash": intent.request_hash,
-        "idempotency_key": optional_text(intent.idempotency_key),
+        "idempotency_key": indexed_text(intent.idempotency_key),
         "retry_count": min(max(intent.retry_count, 0), 2**31 - 1),  # from a header: anything may stand there
         "unrecordable": intent.unrecordable,
         "fingerprint_id": intent.fingerprint_id,
@@ -325,7 +326,7 @@ def _answer_columns(end: CallEnd, prompts: PromptBlocks) -> dict[str, Any]:
         "id": end.call_id,
         "status": end.status.value,
         "http_status": end.http_status,
-        "upstream_id": optional_text(end.upstream_id),
+        "upstream_id": indexed_text(end.upstream_id),
         "prompt_block": None if end.prompt_ids is None else prompts.add(end.prompt_ids),
         "num_prompt_tokens": end.reported_prompt_tokens if end.prompt_ids is None else len(end.prompt_ids),
         "policy_version_end": end.policy_version_end,

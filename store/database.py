@@ -17,7 +17,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from ..errors import StoreError
+from ..errors import StoreError, UserError
 from . import upgrade
 from .wal import WalKeeper
 
@@ -220,14 +220,19 @@ def _switch_to_wal(engine: sa.Engine) -> None:
 
 @contextmanager
 def _one_line_errors(url: str) -> Iterator[None]:
-    """Failures of the database's surroundings become a StoreError; broken constraints stay bugs of ours."""
+    """Failures of the database's surroundings become a StoreError, values that it can't hold a UserError
+    (trying again would not help); broken constraints stay bugs of ours."""
     try:
         yield
-    except (sa.exc.IntegrityError, sa.exc.ProgrammingError, sa.exc.DataError) as error:
+    except (sa.exc.DataError, OverflowError, UnicodeEncodeError) as error:
+        raise UserError(_unstorable(error)) from error
+    except (sa.exc.IntegrityError, sa.exc.ProgrammingError) as error:
         if getattr(error.orig, "sqlstate", None) in _NOT_OURS:
             raise StoreError(f"{shown_url(url)}: {_explain(str(error.orig))}") from error
         raise
     except sa.exc.DBAPIError as error:
+        if str(getattr(error.orig, "sqlstate", None)).startswith(_TOO_LARGE):
+            raise UserError(_unstorable(error)) from error
         raise StoreError(f"{shown_url(url)}: {_explain(str(error.orig))}") from error
     except sqlite3.Error as error:  # from a pragma, where SQLAlchemy is not yet in between
         raise StoreError(f"{shown_url(url)}: {_explain(str(error))}") from error
@@ -239,6 +244,15 @@ def _one_line_errors(url: str) -> Iterator[None]:
 
 _NOT_OURS = ("42501", "3F000", "42P01")
 """Postgres: no privilege, no schema, no table. Classed with bugs, made by whoever administers the server."""
+
+_TOO_LARGE = "54"
+"""Postgres: a limit of the program, such as an index entry of more than 2704 bytes."""
+
+
+def _unstorable(error: Exception) -> str:
+    said = str(error.orig if isinstance(error, sa.exc.DBAPIError) else error).split("\n")[0]
+    return f"a value that the database can't hold ({said}); name a smaller or shorter one"
+
 
 _NEXT_STEPS = (
     ("file is not a database", "that file is not a SQLite database; name another file"),

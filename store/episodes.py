@@ -234,7 +234,9 @@ def check_target(conn: sa.Connection, episode_id: str, reward: Reward) -> None:
     if reward.agent is not None and target is not RewardTarget.AGENT:
         raise UserError(f"a reward about {target.value!r} can't name an agent")
     if target is RewardTarget.AGENT:
-        query = sa.select(calls.c.id).where(calls.c.episode_id == episode_id, calls.c.agent == reward.agent)
+        query = sa.select(calls.c.id).where(
+            calls.c.episode_id == episode_id, calls.c.agent == storable_text(str(reward.agent))
+        )
         if conn.execute(query.limit(1)).first() is None:
             raise UserError(f"episode {episode_id!r} has no call of an agent {reward.agent!r}")
     if not whole:

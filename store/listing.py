@@ -101,6 +101,7 @@ def list_episodes(
         .limit(_checked(limit) + 1)
     )
     if after is not None:
+        after = storable_text(after)
         at = conn.execute(sa.select(episodes.c.created_at_ms).where(episodes.c.id == after)).scalar()
         if at is None:
             raise UnknownEpisodeError(
@@ -122,7 +123,7 @@ def list_unattributed(conn: sa.Connection, *, limit: int = 50, after: str | None
     ]
     query = sa.select(*columns).where(calls.c.episode_id.is_(None))
     if after is not None:
-        query = query.where(calls.c.id < after)
+        query = query.where(calls.c.id < storable_text(after))
     found = conn.execute(query.order_by(calls.c.id.desc()).limit(_checked(limit) + 1)).all()
     page = tuple(CallLine(**row._mapping) for row in found[:limit])
     return Page(page, page[-1].id if len(found) > limit else None)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from hashlib import blake2b
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ MOST_ROWS = 64
 """In one insert. Times the columns of our widest table it stays far below both databases' limits."""
 MOST_NAMES = 1024
 """In one IN list; likewise."""
+
+MAX_INDEXED_CHARS = 256
+"""As many as a name may have (proxy/address.py)."""
 
 _IN = "__[POSTCOMPILE_names]"
 
@@ -203,6 +207,15 @@ def storable_text(value: str) -> str:
 
 def optional_text(value: str | None) -> str | None:
     return None if value is None else storable_text(value)
+
+
+def indexed_text(value: str | None) -> str | None:
+    """Text of any length that somebody else chose, for a column with an index: Postgres refuses entries of
+    more than 2704 bytes. A long one keeps its beginning and a hash of the whole: equal ones stay equal."""
+    text = optional_text(value)
+    if text is None or len(text) <= MAX_INDEXED_CHARS:
+        return text
+    return f"{text[:MAX_INDEXED_CHARS]}…{blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def storable_json(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import threading
 from collections.abc import Callable
@@ -230,6 +231,36 @@ def test_strings_that_a_database_refuses_are_stored_with_a_replacement(database:
         (episode,) = read.load_episodes(conn, ["a\ufffdb?"])
     assert episode.calls[0].sampling == {"stop": ["a\ufffdb?"], "x": "nan"}
     assert event_kinds(database, "call", "c2") == ["unknown_fingerprint"]
+
+
+def _noise(num_chars: int) -> str:
+    """What compression does not shorten."""
+    return random.Random(num_chars).randbytes(num_chars // 2).hex()
+
+
+@behaviour
+def test_texts_of_any_length_do_not_stop_the_writer(database: Database) -> None:
+    key = _noise(9000)
+    write(database, intent("c1", idempotency_key=key), end("c1", upstream_id=_noise(8000)))
+    write(database, intent("c2", idempotency_key=key), intent("c3", idempotency_key=f"{key}!"))
+    with database.read() as conn:
+        found = dict(tuple(row) for row in conn.execute(sa.select(calls.c.id, calls.c.retry_of)))
+    assert found == {"c1": None, "c2": "c1", "c3": None}
+
+
+@behaviour
+def test_a_value_that_no_database_holds_is_a_mistake_and_no_fault_of_the_database(database: Database) -> None:
+    write(database, intent("c1"))
+    with pytest.raises(UserError, match="can't hold"), database.write() as conn:
+        append.create_episode(conn, episode_id="e", task_id="t", expected_size=2**70)
+    with database.read() as conn:
+        for odd in ("a\x00", "a\ud800"):
+            with pytest.raises(UnknownEpisodeError):
+                listing.list_episodes(conn, listing.EpisodeFilter(), after=odd)
+            assert listing.list_unattributed(conn, after=odd).rows == ()
+    if database.engine.dialect.name == "postgresql":  # a limit of its indexes
+        with pytest.raises(UserError, match="can't hold"), database.write() as conn:
+            append.create_episode(conn, episode_id=_noise(6000))
 
 
 @behaviour

@@ -46,7 +46,7 @@ CALLS_PER_LOCK = 200
 RUNNING = "a call of it is running"
 PLANNED = "a training step that has not run yet is to train it"
 
-_PRUNE_KEY = 0x4C49_4748_5450  # names the Postgres advisory lock of a running prune
+_PRUNE_KEY = 0x4C49_4748_5450  # names the Postgres advisory lock of a running prune or import
 
 _KEPT = {table.name for table in (manifest_episodes, manifest_choices)}
 
@@ -273,8 +273,8 @@ def _delete(
 
 @contextmanager
 def only_one(database: Database) -> Iterator[None]:
-    """One prune at a time on a log. UserError where another is running."""
-    busy = UserError(f"another prune is running on {database.shown_url}; wait for it")
+    """One prune or import at a time on a log. UserError where another is running."""
+    busy = UserError(f"another prune or import is running on {database.shown_url}; wait for it")
     if database.engine.dialect.name != "sqlite":
         with database.engine.connect() as conn:
             if not conn.execute(sa.select(sa.func.pg_try_advisory_lock(_PRUNE_KEY))).scalar():

@@ -12,6 +12,7 @@ from pathlib import Path
 from ...errors import UserError
 from ...records import now_ms
 from ..database import Database
+from ..prune import only_one
 from ..upgrade import HEAD
 from .jsonl import read_jsonl, write_jsonl
 from .load import load
@@ -64,4 +65,6 @@ def import_log(
     if not source.exists():
         raise UserError(f"there is no {source}")
     read = read_parquet if source.is_dir() else read_jsonl
-    return load(database, lambda: read(source), on_progress)
+    # Shared rows are written in transactions before those that refer to them: a prune would collect them.
+    with only_one(database):
+        return load(database, lambda: read(source), on_progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from .values import ValueFaultError, from_json, require_complete, to_json
 FORMAT = "lightning-log"
 VERSION = 1
 
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BY_NAME = {table.name: table for table in TABLES}
 
 
@@ -92,7 +94,8 @@ def read_jsonl(file: Path) -> Iterator[tuple[sa.Table, Row]]:
 def _line(file: Path, number: int, text: bytes) -> dict[str, Any]:
     try:
         try:
-            line = orjson.loads(text)
+            # orjson would make floats of integers that have more than 64 bits.
+            line = json.loads(text) if _LONG_NUMBER.search(text) else orjson.loads(text)
         except orjson.JSONDecodeError:
             line = json.loads(text)  # takes halves of surrogate pairs, which an engine may send
     except ValueError as error:

@@ -124,14 +124,28 @@ def _check_same(database: Database, table: sa.Table, page: Sequence[Row]) -> Non
         return
     with database.read() as conn:
         there = _existing(conn, table, page)
+        taken = _taken_places(conn, page) if table is calls else {}
     for row in page:
         other = there.get(_key(table, row))
         if other is not None and other[born] != row[born]:
             name = "/".join(map(str, _key(table, row)))
-            raise UserError(
-                f"the log has {table.name} {name!r} already, with another history; nothing was imported: "
-                "import into a log of its own"
-            )
+            raise _another_history(f"{table.name} {name!r}")
+        if table is calls and taken.get((row["episode_id"], row["ordinal"]), row["id"]) != row["id"]:
+            raise _another_history(f"call {row['ordinal']} of episode {row['episode_id']!r}")
+
+
+def _taken_places(conn: sa.Connection, page: Sequence[Row]) -> dict[tuple[str | None, int | None], str]:
+    """Episode and ordinal -> id of the call that the log has there."""
+    named = {row["episode_id"] for row in page if row["episode_id"] is not None}
+    query = sa.select(calls.c.episode_id, calls.c.ordinal, calls.c.id).where(calls.c.episode_id.in_(named))
+    return {(episode, ordinal): name for episode, ordinal, name in conn.execute(query)}
+
+
+def _another_history(what: str) -> UserError:
+    return UserError(
+        f"the log has {what} already, with another history; nothing was imported: "
+        "import into a log of its own"
+    )
 
 
 def _bring_up(

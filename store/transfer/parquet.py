@@ -133,6 +133,8 @@ def _header(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not an export of a log: its {HEADER} says nothing of {FORMAT!r}")
     if header.get("version") != VERSION:
         raise UserError(f"{folder} was written by a newer lightning-rl; pip install -U lightning-rl")
+    if not isinstance(header.get("rows"), dict):
+        raise UserError(f"{folder} is damaged: its {HEADER} counts no rows; export it anew")
     return header
 
 

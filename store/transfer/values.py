@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import zlib
 from array import array
 from collections.abc import Callable, Mapping
@@ -23,6 +24,9 @@ FLOATS = {("choices", "behavior_logprobs")}
 JSON = {("choices", "message"), ("policy_versions", "probe")}
 PARTS = {("body_parts", "bytes")}
 HASHES = {"hash", "parent", "prompt_block", "request_hash"}
+
+
+_NOT_JSON = re.compile(rb"NaN|Infinity")
 
 
 class ValueFaultError(Exception):
@@ -51,7 +55,9 @@ def _readable(key: tuple[str, str], value: bytes) -> Any:
             is_plain = all(abs(number) < float("inf") for number in given)  # JSON knows no NaN
             return _if_exact(given, value, lambda it: pack_floats(logprobs(it))) if is_plain else None
         if key in JSON:
-            return {"json": unpack_json(value)}
+            # Python's encoder takes numbers that JSON does not know, and an engine's message may hold some.
+            is_plain = not _NOT_JSON.search(unpack_part(value))
+            return {"json": unpack_json(value)} if is_plain else None
         if key in PARTS:
             return {"text": unpack_part(value).decode()}
     except (ValueError, zlib.error):
@@ -65,11 +71,11 @@ def _if_exact(readable: Any, value: bytes, pack: Callable[[Any], bytes]) -> Any:
 
 def from_json(column: sa.Column[Any], value: Any) -> Any:
     """ValueFaultError for what no export would hold."""
-    if isinstance(column.type, sa.Float) and isinstance(value, dict):
-        return float(value.get("float", "x"))
-    if value is None or not isinstance(column.type, sa.LargeBinary):
-        return value
     key = (str(column.table.name), column.name)
+    if value is None:
+        return None
+    if not isinstance(column.type, sa.LargeBinary):
+        return _plain(key, column, value)
     stored: bytes | None = None
     try:
         if key[1] in HASHES:
@@ -86,6 +92,20 @@ def from_json(column: sa.Column[Any], value: Any) -> Any:
     if stored is None:
         raise ValueFaultError(f"{key[0]}.{key[1]}: not a value that an export holds")
     return stored
+
+
+def _plain(key: tuple[str, str], column: sa.Column[Any], value: Any) -> Any:
+    """The value itself, if it is of the column's kind."""
+    if isinstance(column.type, sa.JSON):
+        return value
+    kind = column.type.python_type
+    if kind is float and isinstance(value, dict) and value.get("float") in ("nan", "inf", "-inf"):
+        return float(value["float"])
+    if kind is float and type(value) is int:
+        return value
+    if type(value) is not kind:
+        raise ValueFaultError(f"{key[0]}.{key[1]}: not a value that an export holds")
+    return value
 
 
 def _packed(key: tuple[str, str], form: str, content: Any) -> bytes | None:

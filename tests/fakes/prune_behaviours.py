@@ -132,7 +132,7 @@ def test_what_is_under_way_is_left_out_and_counted(database: Database) -> None:
 
 @behaviour
 def test_one_prune_at_a_time(database: Database) -> None:
-    with only_one(database), pytest.raises(UserError, match="another prune"), only_one(database):
+    with only_one(database), pytest.raises(UserError, match="another prune or import"), only_one(database):
         pass
     with only_one(database):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from lightning_rl.records import Transition
 from lightning_rl.store import append, policies, read
 from lightning_rl.store.curation import assign_calls
 from lightning_rl.store.database import Database
+from lightning_rl.store.prune import only_one
 from lightning_rl.store.transfer import Part, export_log, import_log
 from lightning_rl.store.verify import verify
 from lightning_rl.trainer.credit.registry import configure
@@ -157,6 +159,55 @@ def test_what_disagrees_with_the_log_is_refused_as_a_whole(database: Database) -
 
 
 @behaviour
+def test_an_episode_that_has_gone_on_in_both_logs_is_refused(database: Database) -> None:
+    with folder() as at, another(at, "origin") as origin:
+        write(origin, intent("c1", "e", task="t"), end("c1"))
+        import_log(database, exported(origin, at / "first.jsonl"))
+        write(origin, intent("c2-there", "e"), end("c2-there"))
+        write(database, intent("c2-here", "e"), end("c2-here"))
+        before = rows(database)
+        with pytest.raises(UserError, match="call 1 of episode 'e' already, with another history"):
+            import_log(database, exported(origin, at / "second.jsonl"))
+        assert rows(database) == before
+
+
+@behaviour
+def test_no_prune_collects_what_an_import_is_about_to_refer_to(database: Database) -> None:
+    seen: list[int] = []
+
+    def prune_meanwhile(num_rows: int) -> None:
+        with pytest.raises(UserError, match="another prune or import is running"), only_one(database):
+            pass
+        seen.append(num_rows)
+
+    with folder() as at, another(at, "origin") as origin:
+        fill(origin)
+        file = exported(origin, at / "log.jsonl")
+        import_log(database, file, prune_meanwhile)
+        assert seen
+        with only_one(database), pytest.raises(UserError, match="another prune or import is running"):
+            import_log(database, file)
+
+
+@behaviour
+def test_numbers_that_json_or_64_bits_do_not_hold_come_back(database: Database) -> None:
+    odd = {"content": 2**70, "n": [float("nan"), float("-inf")]}
+    large = {"content": "1", "arguments": {"id": 10**30, "x": 0.1234567890123456789}}
+    with folder() as at, another(at, "origin") as origin:
+        write(origin, intent("c1", sampling={"seed": 2**70 + 1}), end("c1", [1], choice(message=odd)))
+        write(origin, intent("c2"), end("c2", [1], choice(message=large)))
+        for form in FORMS:
+            with another(at, f"copy-{form}") as copy:
+                import_log(copy, exported(origin, at / f"log.{form}"))
+                assert rows(copy) == rows(origin)
+                assert verify(copy).faults == []
+        import_log(database, at / "log.jsonl")
+        with database.read() as conn:
+            (episode,) = read.load_episodes(conn, ["ep"])
+        assert episode.calls[0].sampling == {"seed": 2**70 + 1}
+
+
+@behaviour
 def test_damaged_input_is_one_line_and_changes_nothing(database: Database) -> None:
     rng = random.Random(7)
     with folder() as at, another(at, "origin") as origin:
@@ -177,6 +228,10 @@ def test_damaged_input_is_one_line_and_changes_nothing(database: Database) -> No
             "line twice": b"".join(lines[:5] + lines[4:]),
             "column": whole.replace(b'"num_calls"', b'"num_tools"', 1),
             "table": whole.replace(b'"table":"rewards"', b'"table":"prizes"', 1),
+            "a list for an id": re.sub(
+                rb'"table":"calls","row":{"id":"[^"]*"', b'"table":"calls","row":{"id":[1]', whole
+            ),
+            "a text for a count": whole.replace(b'"num_tokens":20', b'"num_tokens":"20"', 1),
             "number": whole.replace(b'"num_tokens":20', b'"num_tokens":21', 1),
         }
         for place in rng.sample(range(len(whole)), 40):
@@ -217,6 +272,9 @@ def test_damaged_parquet_is_one_line_and_changes_nothing(database: Database) -> 
                     assert rows(database) == rows(origin)
                     return
             file.write_bytes(content)
+        (whole / "log.json").write_text(json.dumps({name: header[name] for name in ("format", "version")}))
+        _refuses(database, whole, "no counts")
+        (whole / "log.json").write_text(json.dumps(header))
         (whole / "rewards.parquet").unlink()
         _refuses(database, whole, "a table gone")
         header["rows"]["calls"] += 1

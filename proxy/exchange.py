@@ -29,6 +29,8 @@ from .splice import parse
 from .sse import Framer, data_of
 from .upstream import FAILURES, response_headers
 
+LEFT = "the client left before the answer was complete"
+STOPPED = "the proxy was stopped"
 LARGE_ANSWER_BYTES = 256 * 1024
 """Whole answers above this are read in a thread, so that they do not stall other calls."""
 
@@ -48,7 +50,8 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
     request = read_request(dialect, body, incoming.header(b"content-type") or "")
     attribution = attribute(incoming.address, request.doc)
     if attribution.episode_id is None and parts.inference is not None:
-        attribution = parts.inference.infer(attribution, incoming.headers, request.doc)
+        conversation = request.doc if dialect == "chat" else None  # what is learned is learned of chats
+        attribution = parts.inference.infer(attribution, incoming.headers, conversation)
     refusal = parts.recorder.refusal
     if refusal is not None:
         await client.refuse(503, f"the call can't be recorded: {refusal}", retry_after_sec=1)
@@ -138,7 +141,7 @@ class Exchange:
         except asyncio.CancelledError:
             gone = self._client.was_interrupted()
             status = CallStatus.DISCONNECTED if gone else CallStatus.ABORTED
-            note = "the client left before the answer was complete" if gone else "the proxy was stopped"
+            note = LEFT if gone else STOPPED
             if not self._is_queued:
                 self._engine_ended()
                 self._parts.recorder.put(self._end(reader.parse(), status, note))

@@ -66,6 +66,11 @@ class Incoming:
     def header(self, name: bytes) -> str | None:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
+    def retry_count(self) -> int:
+        """How often the SDK has tried before, as it says itself; what can't be a count is none."""
+        said = self.header(b"x-stainless-retry-count") or ""
+        return int(said) if len(said) < 10 and said.isascii() and said.isdigit() else 0
+
 
 def make_intent(
     parts: Parts,
@@ -78,7 +83,6 @@ def make_intent(
     assert engine is not None, "serve_call has chosen one"
     call_id = new_id()
     parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
-    retries = incoming.header(b"x-stainless-retry-count") or "0"
     return CallIntent(
         id=call_id,
         attribution=attribution,
@@ -99,7 +103,7 @@ def make_intent(
         parent_call_id=parent,
         unrecordable=request.unrecordable,
         idempotency_key=incoming.header(b"idempotency-key"),
-        retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
+        retry_count=incoming.retry_count(),
         started_at_ms=now_ms(),
         client_keys=incoming.address.keys,
     )

@@ -45,7 +45,11 @@ class Inference:
         messages = _messages(doc)
         if not self._by_prefix or messages is None:
             return found
-        for prefix in reversed(_prefixes(messages)[:-1]):
+        try:
+            prefixes = _prefixes(messages)
+        except orjson.JSONEncodeError:  # nested deeper than it writes, if not than it reads
+            return found
+        for prefix in reversed(prefixes[:-1]):
             if prefix in self._known:
                 episode = self._known[prefix]
                 if episode is None:
@@ -60,7 +64,10 @@ class Inference:
         messages = _messages(doc)
         if not self._by_prefix or messages is None:
             return
-        running = _running_hash(messages)
+        try:
+            running = _running_hash(messages)
+        except orjson.JSONEncodeError:
+            return
         for choice in end.choices:
             if choice.message is None:
                 continue

@@ -29,6 +29,14 @@ class Lineage:
         self, episode_id: str | None, call_id: str, doc: Mapping[str, Any] | None
     ) -> tuple[str | None, str | None]:
         """Remember a call; give its parent's id and its state key, each None where there is none."""
+        try:
+            return self._place(episode_id, call_id, doc)
+        except orjson.JSONEncodeError:  # nested deeper than it writes, if not than it reads
+            return None, None
+
+    def _place(
+        self, episode_id: str | None, call_id: str, doc: Mapping[str, Any] | None
+    ) -> tuple[str | None, str | None]:
         messages = doc.get("messages") if doc is not None else None
         if not isinstance(messages, list) or not messages:
             return None, _state_key(doc.get("prompt") if doc is not None else None)

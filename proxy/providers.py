@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import aiohttp
-import orjson
 
 from ..errors import StoreError
 from ..records import (
@@ -36,8 +35,10 @@ from .client import Client
 from .dialects.errors import refuse
 from .dialects.translator import MISSING_FOR_VENDORS, Translator, TranslatorError, is_installed
 from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE_EVENT, Summary, Vendor
+from .exchange import LEFT, STOPPED
 from .incoming import CallFront, Incoming, Parts
 from .request import Request
+from .splice import parse
 from .sse import Framer, data_of
 from .upstream import FAILURES
 
@@ -118,11 +119,12 @@ class _VendorCall:
         try:
             await self._ask()
         except asyncio.CancelledError:
-            if not self._client.was_interrupted():
-                raise
+            gone = self._client.was_interrupted()
             if not self._is_queued:
-                note = "the client left before the answer was complete"
-                self._parts.recorder.put(self._end(CallStatus.DISCONNECTED, note))
+                status = CallStatus.DISCONNECTED if gone else CallStatus.ABORTED
+                self._parts.recorder.put(self._end(status, LEFT if gone else STOPPED))
+            if not gone:
+                raise
         finally:
             self._parts.recorder.put(CallDelivered(self._intent.id, self._client.is_complete))
 
@@ -151,7 +153,10 @@ class _VendorCall:
         except FAILURES as error:
             await self._fail(502, f"the translator broke off: {error or type(error).__name__}")
             return
-        doc = orjson.loads(body)
+        doc = parse(body)
+        if not isinstance(doc, dict):
+            await self._fail(502, "the translator failed; the proxy's log on stderr says why")
+            return
         if answer.status >= 400:
             await self._fail(answer.status, str(doc.get("message")))
             return
@@ -235,7 +240,6 @@ def _intent(
 ) -> CallIntent:
     call_id = new_id()
     parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
-    retries = incoming.header(b"x-stainless-retry-count") or "0"
     return CallIntent(
         id=call_id,
         attribution=attribution,
@@ -256,7 +260,7 @@ def _intent(
         parent_call_id=parent,
         unrecordable="another vendor's model",
         idempotency_key=incoming.header(b"idempotency-key"),
-        retry_count=int(retries) if retries.isascii() and retries.isdigit() else 0,
+        retry_count=incoming.retry_count(),
         started_at_ms=now_ms(),
         client_keys=incoming.address.keys,
     )

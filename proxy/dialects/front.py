@@ -19,7 +19,7 @@ from ...records import Attribution, CallDelivered, CallEnd, CallStatus, new_id, 
 from ..asking import Asking
 from ..capture import MAX_ERROR_CHARS
 from ..client import Client
-from ..exchange import Exchange, admit, carry_out
+from ..exchange import LEFT, STOPPED, Exchange, admit, carry_out
 from ..incoming import Incoming, Parts, make_intent
 from ..policies import Lease
 from ..request import Request
@@ -106,10 +106,13 @@ class _Translation:
             reason = f"the engine at {engine} is not reachable: {error or type(error).__name__}"
             await self._fail(attribution, 502, reason)
         except asyncio.CancelledError:
-            if not self._client.was_interrupted():
-                raise
+            gone = self._client.was_interrupted()
             if self._call is not None:
-                self._call.leave()
+                self._call.leave(is_cut_off=not gone)
+            status = CallStatus.DISCONNECTED if gone else CallStatus.ABORTED
+            self._note_failure(attribution, status, None, LEFT if gone else STOPPED)
+            if not gone:
+                raise
         finally:
             if self._call is not None and self._call.intent is not None:
                 self._parts.recorder.put(CallDelivered(self._call.intent.id, self._client.is_complete))
@@ -180,6 +183,8 @@ class _Translation:
         """The engine can answer what LiteLLM does not understand, if not token by token."""
         request = replace(self._request, unrecordable="LiteLLM could not translate it")
         intent = make_intent(self._parts, self._incoming, request, attribution, self._lease)
+        assert self._call is not None, "it was handed to the translator"
+        self._call.intent = intent
         await Exchange(self._parts, self._client, request, self._lease, intent).run(self._incoming)
 
     async def _pass_refusal(self, call: OuterCall) -> None:
@@ -223,28 +228,35 @@ class _Translation:
         self, attribution: Attribution, status: int, message: str, kind: str | None = None
     ) -> None:
         """Record the failure, if the hop has not, and tell the client."""
-        parts = self._parts
-        if self._call is None or self._call.intent is None:
-            intent = make_intent(parts, self._incoming, self._request, attribution, self._lease)
-            parts.recorder.put(intent)
-            parts.recorder.put(
-                CallEnd(
-                    call_id=intent.id,
-                    status=CallStatus.ERROR,
-                    http_status=status,
-                    upstream_id=None,
-                    prompt_ids=None,
-                    choices=(),
-                    policy_version_end=intent.policy_version,
-                    reported_completion_tokens=None,
-                    error=message[:MAX_ERROR_CHARS],
-                    first_byte_at_ms=None,
-                    ended_at_ms=now_ms(),
-                )
-            )
+        self._note_failure(attribution, CallStatus.ERROR, status, message)
         if self._client.has_started:
             return
         await refuse(self._client, self._dialect, status, message, kind)
+
+    def _note_failure(
+        self, attribution: Attribution, status: CallStatus, http_status: int | None, message: str
+    ) -> None:
+        """The row of a call that the hop has not seen; the hop writes those that it has."""
+        if self._call is not None and self._call.intent is not None:
+            return
+        parts = self._parts
+        intent = make_intent(parts, self._incoming, self._request, attribution, self._lease)
+        parts.recorder.put(intent)
+        parts.recorder.put(
+            CallEnd(
+                call_id=intent.id,
+                status=status,
+                http_status=http_status,
+                upstream_id=None,
+                prompt_ids=None,
+                choices=(),
+                policy_version_end=intent.policy_version,
+                reported_completion_tokens=None,
+                error=message[:MAX_ERROR_CHARS],
+                first_byte_at_ms=None,
+                ended_at_ms=now_ms(),
+            )
+        )
 
 
 def _set_stop_string(doc: dict[str, object], stop_string: str | None) -> None:

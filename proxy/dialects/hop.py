@@ -19,9 +19,18 @@ from typing import Any
 import orjson
 import uvicorn
 
-from ...records import Attribution, CallDelivered, CallEnd, CallIntent, LogEntry, Quarantine, token_ids
+from ...records import (
+    Attribution,
+    CallDelivered,
+    CallEnd,
+    CallIntent,
+    CallStatus,
+    LogEntry,
+    Quarantine,
+    token_ids,
+)
 from ..client import BodyTooLargeError, Client, ClientGoneError, Message, Receive, Scope, Send
-from ..exchange import Exchange
+from ..exchange import STOPPED, Exchange
 from ..incoming import CallRecorder, Incoming, Parts, make_intent
 from ..policies import Lease
 from ..request import Request, read_request
@@ -53,9 +62,12 @@ class OuterCall:
     status: int | None = None
     refusal: bytes = b""  # the body of an answer that is an error
     stop_string: str | None = None
+    has_left: bool = False
+    is_cut_off: bool = False
 
-    def leave(self) -> None:
-        """The agent has left: the engine is told at once."""
+    def leave(self, *, is_cut_off: bool = False) -> None:
+        """The agent has left (or the proxy ends: `is_cut_off`): the engine is told at once."""
+        self.has_left, self.is_cut_off = True, is_cut_off
         if self.client is not None:
             self.client.leave()
 
@@ -98,6 +110,8 @@ class _OuterRecorder:
 
     def _seen(self, end: CallEnd) -> CallEnd:
         end = replace(end, upstream_id=self._call.answer_id)
+        if self._call.is_cut_off and end.status is CallStatus.DISCONNECTED:
+            end = replace(end, status=CallStatus.ABORTED, error=STOPPED)
         reason = _untrainable(self._call.rendered, end)
         if reason is not None:
             kept = tuple(replace(choice, quarantine=choice.quarantine or reason) for choice in end.choices)
@@ -176,6 +190,9 @@ class Hop:
             translated = orjson.loads(await client.body())
         except (BodyTooLargeError, ClientGoneError, orjson.JSONDecodeError):
             await client.refuse(400, "not a chat request")
+            return
+        if call.has_left:  # and was recorded as such
+            await client.refuse(401, "no call is waiting for this request")
             return
         call.client = client
         client.watch()

@@ -19,6 +19,83 @@ from .wire import USAGE_EVENT, Summary, Vendor
 ENCODING = "cl100k_base"
 """The one that comes with LiteLLM: an estimate must not need a download."""
 
+_TOLD = {
+    "chat": (
+        "audio",
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "min_p",
+        "modalities",
+        "n",
+        "parallel_tool_calls",
+        "prediction",
+        "presence_penalty",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "repetition_penalty",
+        "response_format",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "stop",
+        "store",
+        "stream_options",
+        "temperature",
+        "thinking",
+        "tool_choice",
+        "tools",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "user",
+        "verbosity",
+        "web_search_options",
+    ),
+    "messages": (
+        "max_tokens",
+        "messages",
+        "output_config",
+        "service_tier",
+        "stop_sequences",
+        "system",
+        "temperature",
+        "thinking",
+        "tool_choice",
+        "tools",
+        "top_k",
+        "top_p",
+    ),
+    "responses": (
+        "include",
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "temperature",
+        "text",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "truncation",
+        "user",
+    ),
+}
+"""What a vendor is told of an agent's body. Not a list of what LiteLLM is not told: that takes `base_url`,
+`extra_headers` and dozens of others for orders to itself, and would send the vendor's key where they say."""
+
 
 class Vendors:
     """The configured models, behind one Router."""
@@ -31,19 +108,20 @@ class Vendors:
             model_list=list(self._deployments.values()),
             num_retries=0,
             disable_cooldowns=True,
+            ignore_invalid_deployments=True,  # one that LiteLLM does not know is no fault of the others
         )
 
     async def answer(
         self,
         dialect: str,
         doc: dict[str, Any],
-        asked: dict[str, Any],
         shown: shape.Shown,
         client: Client,
     ) -> None:
         """Ask and pass the answer on, its summary behind it. Raises what LiteLLM raises."""
         streams = doc.get("stream") is True
-        found = await self._ask(dialect, streams)(**{"model": shown.model, "stream": streams} | asked)
+        asked = {name: doc[name] for name in _TOLD[dialect] if name in doc}
+        found = await self._ask(dialect, streams)(**asked, model=shown.model, stream=streams)
         summing = _Summing(dialect, doc)
         if not streams:
             plain = _shaped(dialect, _plain(found), shown)

@@ -64,7 +64,6 @@ class Worker:
         self._litellm = litellm
         self._start_up = start_up
         self._vendors: Vendors | None = None
-        self._control = frozenset(litellm.types.utils.all_litellm_params) | {"model", "stream", "extra_body"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,21 +114,17 @@ class Worker:
         if self._vendors is None:
             self._litellm.use_chat_completions_url_for_anthropic_messages = True
             self._vendors = Vendors(self._litellm, self._start_up.vendors)
-        name = orjson.loads(headers[SHOWN_MODEL].encode("latin-1"))
+        vendors, name = self._vendors, orjson.loads(headers[SHOWN_MODEL].encode("latin-1"))
         shown = shape.Shown(headers[ANSWER_ID], name, doc)
         try:
-            await self._vendors.answer(dialect, doc, self._asked(doc), shown, client)
+            await vendors.answer(dialect, doc, shown, client)
         except Exception as error:  # noqa: BLE001 - the boundary to LiteLLM, which raises what it likes
             if client.has_started:
                 raise BrokenAnswerError(type(error).__name__) from None
             status = getattr(error, "status_code", None)
             status = status if isinstance(status, int) and 400 <= status < 599 else 502
-            message = self._vendors.without_keys(str(getattr(error, "message", error)))
+            message = vendors.without_keys(str(getattr(error, "message", error)))
             await client.send_json(status, {"message": message[:2000]})
-
-    def _asked(self, doc: Mapping[str, Any]) -> dict[str, Any]:
-        """What LiteLLM is given of the agent's body: nothing that would steer LiteLLM itself."""
-        return {name: value for name, value in doc.items() if name not in self._control}
 
     async def _messages(
         self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
@@ -201,7 +196,6 @@ def _import_litellm() -> Any:
     for name in ("NO_PROXY", "no_proxy"):  # the hop is on this machine, whatever the way to the vendors is
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
     import litellm
-    import litellm.types.utils
 
     for name in ("LiteLLM", "LiteLLM Router"):  # errors are answers here, and tracebacks quote conversations
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -32,7 +32,11 @@ class Running:
 
 @contextlib.contextmanager
 def running_proxy(
-    tmp_path: Path, engine: FakeVllm | None = None, more: Sequence[Background] = (), **settings: Any
+    tmp_path: Path,
+    engine: FakeVllm | None = None,
+    more: Sequence[Background] = (),
+    drain_sec: int = 5,
+    **settings: Any,
 ) -> Iterator[Running]:
     """`more`: background tasks beside the one that knows the base model."""
     engine = engine or FakeVllm()
@@ -52,7 +56,7 @@ def running_proxy(
                 ws="websockets-sansio",
                 server_header=False,
                 date_header=False,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=drain_sec,
             ) as url:
                 yield Running(engine, engine_url, proxy, url, database)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ from lightning_rl.proxy.dialects.translator import is_installed
 from lightning_rl.records import CallEnd, LogEntry
 from lightning_rl.store.blocks import unpack_floats, unpack_ids
 from lightning_rl.store.bodies import load_bodies
+from lightning_rl.store.database import Database
 
 if not is_installed():
     pytest.skip("needs the extra [providers]", allow_module_level=True)
@@ -270,6 +272,44 @@ def test_a_client_that_leaves_ends_the_engine_s_work(running: Running, dialect: 
     assert (row["status"], row["delivered"]) == ("disconnected", 0)
     assert [choice["quarantine"] for choice in choices] == ["incomplete"]
     assert choices[0]["num_tokens"] > 0
+
+
+@BOTH
+def test_a_client_that_leaves_before_its_call_is_translated_is_in_the_log(
+    running: Running, dialect: str
+) -> None:
+    running.engine.answer_delay_sec = 60.0  # of the rendering
+    connection = http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=30)
+    body = json.dumps(BODIES[dialect]).encode()
+    connection.request("POST", f"/episodes/early/v1/{dialect}", body, {"content-type": "application/json"})
+    while running.engine.num_open == 0:
+        threading.Event().wait(0.005)
+    connection.close()
+    while running.engine.num_aborted == 0:
+        threading.Event().wait(0.005)
+    flushed(running)
+    (row,) = [
+        row for row in running.rows("calls") if (row["episode_id"], row["dialect"]) == ("early", dialect)
+    ]
+    assert (row["status"], row["error"]) == ("disconnected", "the client left before the answer was complete")
+    assert len(running.engine.received) == 1
+
+
+@BOTH
+def test_a_call_that_the_proxy_s_end_cuts_off_is_recorded_as_aborted(tmp_path: Any, dialect: str) -> None:
+    engine = FakeVllm(num_tokens=100_000, chunk_delay_sec=0.01)
+    with running_proxy(tmp_path, engine, drain_sec=0) as running:
+        database = running.database.url
+        connection = http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=30)
+        body = json.dumps(BODIES[dialect] | {"stream": True}).encode()
+        connection.request("POST", f"/episodes/e/v1/{dialect}", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        while b"delta" not in response.readline():
+            pass
+    connection.close()
+    with contextlib.closing(Database.open(database)) as log, log.read() as conn:
+        (row,) = conn.exec_driver_sql("SELECT status, error, delivered FROM calls").all()
+    assert row == ("aborted", "the proxy was stopped", 0)
 
 
 @BOTH

@@ -145,3 +145,19 @@ def test_by_conversation(tmp_path: Path) -> None:
     assert len(set(found)) == 1
     assert found[0][1] == "prefix"
     assert str(found[0][0]).startswith("conversation-")
+
+
+def test_only_chats_are_taken_for_conversations(tmp_path: Path) -> None:
+    doc = {"model": "policy", "max_tokens": 5, "messages": HI}
+    with running_proxy(tmp_path, attribute_by_prefix=True, dialects="pass") as running:
+        ask(running.url, "/v1/messages", json.dumps(doc).encode())
+        assert episodes_of(running) == [(None, "none")]
+
+
+def test_messages_nested_too_deep_to_be_hashed_go_on_from_nothing_known(tmp_path: Path) -> None:
+    content: Any = "hi"
+    for _ in range(300):
+        content = [content]
+    with running_proxy(tmp_path, attribute_by_prefix=True) as running:
+        assert ask(running.url, CHAT, chat([{"role": "user", "content": content}])).status == 200
+        assert episodes_of(running) == [(None, "none")]

@@ -58,6 +58,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judged]:
             "judge": base | {"api_key_env": "VENDOR_KEY"},
             "teacher": base | {"api_key_env": "WRONG_KEY", "kind": "side"},
             "keyless": base | {"api_key_env": "NOT_SET"},
+            "unknown": {"model": "nobody-sells/this"},
         }
         folder = tmp_path_factory.mktemp("providers")
         with running_proxy(folder, providers=providers) as running:
@@ -159,6 +160,36 @@ def test_keys_are_neither_told_nor_stored(judged: Judged) -> None:
         assert secret not in str(judged.running.rows("calls"))
     assert judged.ask("chat", "keyless").status == 501
     assert "no variable NOT_SET" in judged.ask("chat", "keyless").body.decode()
+
+
+@ALL
+@STREAMING
+def test_an_agent_gives_litellm_no_orders(judged: Judged, dialect: str, streaming: bool) -> None:
+    thief = FakeVendor()
+    with serving(thief) as url:
+        orders = {
+            "base_url": f"{url}/v1",
+            "api_base": f"{url}/v1",
+            "extra_headers": {"x-order": "1"},
+            "timeout": 0.0001,
+        }
+        answer = judged.ask(dialect, stream=streaming, **orders)
+    assert answer.status == 200, answer.body
+    assert thief.received == []
+    (received,) = judged.vendor.received
+    assert "x-order" not in received["headers"]
+
+
+@ALL
+@STREAMING
+def test_a_vendor_that_litellm_does_not_know_is_an_error_of_its_own_calls(
+    judged: Judged, dialect: str, streaming: bool
+) -> None:
+    answer = judged.ask(dialect, "unknown", stream=streaming)
+    assert 400 <= answer.status < 600
+    assert "unknown" in answer.body.decode() or "nobody-sells" in answer.body.decode()
+    row, _ = judged.last()
+    assert (row["status"], row["http_status"], row["delivered"]) == ("error", answer.status, 1)
 
 
 def test_a_vendor_s_broken_stream_is_broken(judged: Judged) -> None:

@@ -437,6 +437,26 @@ def test_an_engine_that_gives_no_tokens(running: Running) -> None:
     assert choices_of(running, "old")[0]["quarantine"] == "no_prompt_ids"
 
 
+@pytest.mark.parametrize("count", ["9" * 5000, "99999999999", "-1", "1.5", "\u00b2"])
+def test_what_can_not_be_a_count_of_retries_is_none(running: Running, count: str) -> None:
+    episode = f"retries-{count[:9].encode().hex()}-{len(count)}"
+    answer = ask(running.url, f"/episodes/{episode}{CHAT}", chat(), {"x-stainless-retry-count": count})
+    assert answer.status == 200
+    assert call_of(running, episode)["retry_count"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_request_nested_deeper_than_it_can_be_hashed_is_recorded(running: Running, path: str) -> None:
+    nested: Any = "hi"
+    for _ in range(300):
+        nested = [nested]
+    episode = f"deep-{len(path)}"
+    body = chat(messages=[{"role": "user", "content": nested}], prompt=nested)
+    assert ask(running.url, f"/episodes/{episode}{path}", body).status == 200
+    row = call_of(running, episode)
+    assert (row["status"], row["state_key"]) == ("complete", None)
+
+
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
     with running_proxy(tmp_path) as running:
         running.proxy.engines.all[0].url = "http://127.0.0.1:9"

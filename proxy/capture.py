@@ -29,6 +29,7 @@ from .assemble import MessageParts
 from .plain_chunks import PlainChunks
 from .request import Request
 from .splice import parse
+from .whole_answers import Tokens
 
 MAX_ERROR_CHARS = 1000
 _PARSE_EVERY_BYTES = 32 * 1024
@@ -211,6 +212,8 @@ def _logprob_values(given: Any) -> list[float | None]:
     if not isinstance(given, dict):
         return []
     content = given.get("content")
+    if isinstance(content, Tokens):
+        return content.logprobs
     if content is not None:
         return [entry.get("logprob") for entry in content]
     return list(given.get("token_logprobs") or ())

@@ -20,6 +20,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+PIECE_BYTES = 256 * 1024
+"""Of an answer that is sent: what is larger would be copied while others wait."""
 TOO_LARGE = "the request body is larger than the proxy's setting max_body_mb allows"
 
 
@@ -131,6 +133,14 @@ class Client:
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
         if is_last:
             self.is_complete = not self.gone
+
+    async def write_long(self, data: bytes) -> None:
+        """The whole of an answer, or its last part: in pieces, each when there is room for it."""
+        start = 0
+        while len(data) - start > PIECE_BYTES:
+            await self.write(data[start : start + PIECE_BYTES])
+            start += PIECE_BYTES
+        await self.write(data[start:] if start else data, is_last=True)
 
     async def refuse(self, status: int, message: str, *, retry_after_sec: int | None = None) -> None:
         """An error of the proxy's own, in the shape of the engine's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
+from collections.abc import Callable
 
 import aiohttp
 
@@ -25,9 +25,9 @@ from .inject import Injection, inject
 from .plain_chunks import PlainChunks
 from .policies import Lease
 from .request import Request, read_request
-from .splice import parse
 from .sse import Framer, data_of
 from .upstream import FAILURES, response_headers
+from .whole_answers import no_pause, read_answer, short_pause, unpacked
 
 LEFT = "the client left before the answer was complete"
 STOPPED = "the proxy was stopped"
@@ -208,26 +208,37 @@ class Exchange:
             await self._break_whole(answer, b"".join(received), error)
             return
         self._engine_ended()
-        body = b"".join(received)
-        if len(body) > LARGE_ANSWER_BYTES:
+        if sum(map(len, received)) > LARGE_ANSWER_BYTES:
             self._client.shield()  # the answer is whole: it is recorded, whoever leaves meanwhile
-            end, visible, is_plain = await asyncio.to_thread(self._read_whole, answer, body)
+            async with self._parts.long_answers:
+                end, visible, is_plain = await asyncio.to_thread(self._read_long, answer, received)
         else:
-            end, visible, is_plain = self._read_whole(answer, body)
+            end, visible, is_plain = self._read_whole(answer, b"".join(received))
         headers = response_headers(answer, len(visible))
         if is_plain:
             headers = [pair for pair in headers if pair[0] != b"content-encoding"]
         if await self._record(end):
             await self._client.start(answer.status, headers)
-            await self._client.write(visible, is_last=True)
+            await self._client.write_long(visible)
             self._delivered()
 
-    def _read_whole(self, answer: aiohttp.ClientResponse, body: bytes) -> tuple[CallEnd, bytes, bool]:
+    def _read_long(
+        self, answer: aiohttp.ClientResponse, received: list[bytes]
+    ) -> tuple[CallEnd, bytes, bool]:
+        """In a thread, and with pauses: as `_read_whole`."""
+        body = b"".join(received)
+        received.clear()
+        return self._read_whole(answer, body, short_pause)
+
+    def _read_whole(
+        self, answer: aiohttp.ClientResponse, body: bytes, pause: Callable[[], None] = no_pause
+    ) -> tuple[CallEnd, bytes, bool]:
         """The row, the bytes for the client, and whether they had to be unpacked for that."""
         encoding = answer.headers.get("Content-Encoding")
-        text = body if encoding is None else _unpacked(body, encoding)
+        text = body if encoding is None else unpacked(body, encoding)
         found = Answer()
-        doc = parse(text)
+        known = read_answer(text, pause)
+        doc = known.doc
         if not isinstance(doc, dict):
             note = None if answer.status < 400 else body[:MAX_ERROR_CHARS].decode("utf-8", "replace")
             return self._end(found, None, note), body, False
@@ -237,7 +248,7 @@ class Exchange:
         end = self._end(found, None, None)
         if self._injection.is_nothing:
             return end, body, False
-        return end, self._injection.undo_json(text, doc), encoding is not None
+        return end, known.edited(self._injection.json_edits(known.short, doc)), encoding is not None
 
     async def _break_whole(
         self, answer: aiohttp.ClientResponse, received: bytes, error: BaseException
@@ -351,13 +362,3 @@ class Exchange:
 
     def _delivered(self) -> None:
         self._parts.recorder.put(CallDelivered(self._intent.id, self._client.is_complete))
-
-
-def _unpacked(body: bytes, encoding: str) -> bytes:
-    """A copy to read; empty where the encoding is not one that we know."""
-    try:
-        if encoding.lower() in ("gzip", "x-gzip", "deflate"):
-            return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body)
-    except zlib.error:
-        pass
-    return b""

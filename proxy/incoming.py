@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +53,8 @@ class Parts:
     front: CallFront | None = None
     kinds: Kinds = field(default_factory=Kinds)
     inference: Inference | None = None  # None: switched off
+    long_answers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Whole answers of megabytes are read one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

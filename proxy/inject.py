@@ -68,10 +68,14 @@ class Injection:
 
     def undo_json(self, answer: bytes, doc: Mapping[str, Any]) -> bytes:
         """The JSON answer as the agent is to see it; `doc` is `answer`, parsed."""
+        return apply(answer, self.json_edits(answer, doc))
+
+    def json_edits(self, answer: bytes, doc: Mapping[str, Any]) -> list[Edit]:
+        """What is to be changed for that."""
         edits = self._model_edits(answer)
         if self.asks_tokens:
             edits += self._null_edits(answer, doc)
-        return apply(answer, edits)
+        return edits
 
     def undo_block(self, block: bytes) -> bytes:
         """An event block as the agent is to see it; empty where it would not have been sent."""

@@ -285,8 +285,22 @@ class TrainSettings(_Layered):
         "episode", description="What weighs the same in the loss: each episode, each token, or a constant."
     )
     constant_tokens: int = Field(1024, ge=1, description="What the constant weighting divides by.")
+    objective: Literal["clip", "gspo", "cispo", "sapo"] = Field(
+        "clip", description="What the loss does with a probability ratio (docs/training.md)."
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the probability ratio: 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip of the probability ratio: 1 + clip_high.")
+    ratio_cap: float = Field(5.0, gt=0, description="Largest ratio that counts, for the objective cispo.")
+    kl_weight: float = Field(0.0, ge=0, description="Weight of the KL divergence to the base model.")
+    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    epochs: int = Field(1, ge=1, description="Optimizer steps on each batch of groups.")
+    correction: Literal["auto", "off", "truncate", "mask"] = Field(
+        "auto",
+        description="What becomes of the difference between the weights that sampled and those of now: a "
+        "weight of the token, truncated at correction_cap or masked above it. auto: truncate where epochs > "
+        "1 or calls are of an older version.",
+    )
+    correction_cap: float = Field(2.0, ge=1, description="Largest weight of a correction.")
     learning_rate: float = Field(1e-5, gt=0, description="Adam's step size.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
     critic_learning_rate: float = Field(

@@ -38,6 +38,7 @@ class LossTerms:
     row: Ints  # which of the micro-batch's choices
     column: Ints  # 0-based index within the completion
     behavior_logprob: Floats
+    old_logprob: Floats  # what the ratio is taken against: the behaviour's, if not corrected
     temperature: Floats
     advantage: Floats
     multiplier: Floats
@@ -260,14 +261,15 @@ def loss_terms(transitions: Sequence[Transition], positions: Sequence[Sequence[i
     def each(values: Sequence[float]) -> Floats:
         return np.repeat(np.array(values, dtype=np.float32), lengths)
 
+    behavior = np.concatenate([np.array(t.behavior_logprobs, dtype=np.float32) for t in transitions])
+
     return LossTerms(
         position=np.concatenate([np.array(p, dtype=np.int64) for p in positions]),
         target=np.concatenate([np.array(t.completion_ids, dtype=np.int64) for t in transitions]),
         row=np.repeat(np.arange(len(transitions)), lengths),
         column=np.concatenate([np.arange(length) for length in lengths]),
-        behavior_logprob=np.concatenate(
-            [np.array(t.behavior_logprobs, dtype=np.float32) for t in transitions]
-        ),
+        behavior_logprob=behavior,
+        old_logprob=behavior,
         temperature=each([t.temperature for t in transitions]),
         advantage=each([t.advantage for t in transitions]),
         multiplier=each([t.multiplier for t in transitions]),

@@ -8,16 +8,15 @@ optimizer and schedule are the bridge's matter, and so is everything about torch
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import NothingToTrainError, SettingsError, UserError
-from ..records import Group, Logprobs, PolicyVersion, TokenIds, VersionStatus, new_id
+from ..records import Group, PolicyVersion, VersionStatus, new_id
 from ..settings import TrainSettings
 from ..store.database import Database
 from ..store.policies import add_candidate, live_version, versions
@@ -26,26 +25,14 @@ from ..store.runs import add_manifest, create_run, end_run, finish_step
 from . import models
 from .candidate import Handover, Probe
 from .manifest_files import WrittenPlan, read_plan
-from .metrics import StepMetrics
 from .packing import MicroBatch, cheapest_batches
 from .plan import StepPlan, transitions, withheld
 from .planning import NO_VALUES, Planner, plan_settings
 from .process import environment, sigterm_interrupts
 from .reasons import Reason
 from .report import RunReport, StepLine
+from .step_trainer import StepTrainer, build_trainer, correction_of, measured, require_finite, timed
 from .values import StepValues, Valuer
-
-
-class StepTrainer(Protocol):
-    """What the loop needs of trl_bridge.RecordedTrainer."""
-
-    model: Any
-    steps: Iterable[Sequence[MicroBatch]]
-    metrics: StepMetrics
-    on_micro_batch: Callable[[int, int], None]
-
-    def train(self) -> Any: ...
-    def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +101,7 @@ class TrainingRun:
             try:
                 with sigterm_interrupts(), models.one_line_for_full_memory():
                     report.doing("loading the model")
-                    trainer = _build_trainer(self.settings, self.start, tokenizer, self.folder, on_gpu)
+                    trainer = build_trainer(self.settings, self.start, tokenizer, self.folder, on_gpu)
                     trainer.steps = self._steps(trainer, tokenizer, report)
                     trainer.train()
                 status = "finished"
@@ -210,13 +197,15 @@ class TrainingRun:
             batches = cheapest_batches(trained, self.settings.micro_batch_tokens, shape)
             trainer.on_micro_batch = partial(report.doing, f"step {line.step}")
             started = time.monotonic()
-            yield batches
-            if not math.isfinite(trainer.metrics.grad_norm or 0.0):
-                raise UserError(
-                    f"the gradient of step {line.step} is not finite, so nothing was saved: lower "
-                    "--learning-rate, or look at the step's manifest for odd rewards"
-                )
-            line = _measured(line, trainer.metrics, time.monotonic() - started, len(batches))
+            mode = correction_of(self.settings, plan.manifest, planned.groups)
+            if mode != "off":
+                batches = trainer.corrected(batches, mode, self.settings.correction_cap)
+            for epoch in range(self.settings.epochs):
+                yield batches
+                require_finite(trainer.metrics, line.step)
+                if epoch == 0:
+                    line = measured(line, trainer.metrics, len(batches))
+            line = timed(line, time.monotonic() - started)
             line = self._teach(planned, line, report)
             self._hand_over(trainer, probe, line, began, report)
             if self.steps_trained == self.settings.max_steps:
@@ -235,15 +224,15 @@ class TrainingRun:
         if self.critic is None or planned.known is None:
             return line
         report.doing(f"step {line.step}: the critic learns")
-        measured = planned.known.teach(self.critic, self.planner, planned.groups)
-        if measured is None:
+        taught = planned.known.teach(self.critic, self.planner, planned.groups)
+        if taught is None:
             return line
         self.critic.save(self.folder)
         return replace(
             line,
-            critic_loss=measured.loss,
-            explained_variance=measured.explained_variance,
-            value_mean=measured.value_mean,
+            critic_loss=taught.loss,
+            explained_variance=taught.explained_variance,
+            value_mean=taught.value_mean,
         )
 
     def _finish_empty(self, plan: StepPlan, line: StepLine, report: RunReport) -> None:
@@ -299,38 +288,3 @@ def _require_none_waiting(known: Sequence[PolicyVersion]) -> None:
                 f"version {version.version} of policy {version.policy!r} is still {version.status}: start "
                 "the proxy that publishes it and wait, or train with --no-publish"
             )
-
-
-def _build_trainer(
-    settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
-) -> StepTrainer:
-    from .trl_bridge import BridgeSettings, RecordedTrainer
-
-    bridge = BridgeSettings(
-        output=folder,
-        learning_rate=settings.learning_rate,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        max_grad_norm=settings.max_grad_norm,
-        seed=settings.seed,
-        on_gpu=on_gpu,
-        bfloat16=settings.dtype == "bfloat16",
-    )
-    trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge)
-    return trainer
-
-
-def _measured(line: StepLine, metrics: StepMetrics, train_sec: float, micro_batches: int) -> StepLine:
-    return replace(
-        line,
-        gap_mean=metrics.gap_mean,
-        gap_max=metrics.gap_max,
-        clip_fraction=metrics.clip_fraction,
-        entropy_mean=metrics.entropy_mean,
-        loss=metrics.loss,
-        grad_norm=metrics.grad_norm,
-        call_tokens_per_sec=metrics.call_tokens / train_sec,
-        unique_tokens_per_sec=metrics.unique_tokens / train_sec,
-        micro_batches=micro_batches,
-        train_sec=train_sec,
-    )

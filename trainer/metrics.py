@@ -16,6 +16,7 @@ class StepMetrics:
     gap_max: float = 0.0
     num_clipped: int = 0
     entropy_sum: float = 0.0
+    kl_sum: float = 0.0  # to the reference; 0 where there is none
     loss: float = 0.0
     grad_norm: float = 0.0
 
@@ -26,6 +27,10 @@ class StepMetrics:
     @property
     def clip_fraction(self) -> float:
         return self.num_clipped / max(1, self.num_tokens)
+
+    @property
+    def kl_mean(self) -> float:
+        return self.kl_sum / max(1, self.num_tokens)
 
     @property
     def entropy_mean(self) -> float:

@@ -200,6 +200,16 @@ def _with_adapter(model: Any, settings: TrainSettings, start: StartWeights) -> A
     return get_peft_model(model, adapter)
 
 
+def load_reference(settings: TrainSettings) -> Any:
+    """The frozen base model, for full runs; None for LoRA runs, whose own base it is."""
+    if settings.weights == "lora":
+        return None
+    model = load_model(settings, StartWeights(0, settings.model, None)).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
 def load_critic(settings: TrainSettings, start: StartWeights, policy: Any, shape: ModelShape) -> Critic:
     """A critic beside the policy: with weights of its own for full runs, on a second adapter for LoRA.
 

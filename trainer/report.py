@@ -46,6 +46,7 @@ class StepLine:
     entropy_mean: float | None = None
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
+    kl_mean: float | None = None  # to the reference model, over trained tokens
     critic_loss: float | None = None
     explained_variance: float | None = None  # of the returns, by the values before the critic's step
     value_mean: float | None = None

@@ -69,8 +69,10 @@ def on_device(values: Any, device: Any) -> torch.Tensor:
     return torch.from_numpy(values).to(device)
 
 
-def add_scoring_head(model: Any, project: Project) -> None:
+def add_scoring_head(model: Any, project: Project, *, holds_logits: bool = True) -> None:
     """`model(..., scored=HeadRows)` returns (logprobs, entropies) of those rows and never makes other logits.
+
+    `holds_logits` False: `project` always computes them, and entropies have a gradient, too.
 
     A patched forward rather than a function beside it, so that DDP and FSDP wrappers see the whole
     computation.
@@ -91,7 +93,7 @@ def add_scoring_head(model: Any, project: Project) -> None:
         found = []
         for start, end, temperature in _runs(scored.temperature):
             part = (rows[start:end], targets[start:end])
-            if _can_hold(part[0], head, softcap):
+            if holds_logits and _can_hold(part[0], head, softcap):
                 found.append(HeldHead.apply(part[0], head.weight, part[1], scale / temperature))
             else:
                 found.append(project(*part, head, temperature=temperature, softcap=softcap, scale=scale))

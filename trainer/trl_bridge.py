@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,13 @@ finally:
 from ..records import Logprobs, TokenIds, Transition, logprobs
 from .attention import TreeAttention
 from .batch import TreeBatch, tree_batches
+from .measure import measure
 from .metrics import StepMetrics
+from .objective import MAX_LOG_RATIO, Correction, Objective, correction_weights
 from .packing import MicroBatch
 from .scoring import add_scoring_head, on_device
 
 _VOCABULARY_CHUNK = 32768
-_MAX_LOG_RATIO = 20.0
 _UNBOUNDED_STEPS = 2**31 - 1
 
 
@@ -56,8 +57,7 @@ _UNBOUNDED_STEPS = 2**31 - 1
 class BridgeSettings:
     output: Path
     learning_rate: float
-    clip_low: float
-    clip_high: float
+    objective: Objective
     max_grad_norm: float
     seed: int
     on_gpu: bool
@@ -67,7 +67,8 @@ class BridgeSettings:
 class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer fed from the log. `steps` yields the micro-batches of one optimizer step after another."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: BridgeSettings) -> None:
+    def __init__(self, model: Any, tokenizer: Any, settings: BridgeSettings, reference: Any = None) -> None:
+        """`reference`: a frozen model to stay close to; None with an adapter: the model without it."""
         transformers_logging.set_verbosity_error()
         config = _grpo_config(settings)
         if config.n_gpu > 1:
@@ -81,12 +82,22 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         )
         self.remove_callback(PrinterCallback)
         adapted = hasattr(self.model, "get_base_model")
-        add_scoring_head(self.model.get_base_model() if adapted else self.model, _project)
+        self._objective = settings.objective
+        # Entropies that are read are cheaper than those that a gradient goes through.
+        holds = settings.objective.entropy_weight == 0.0
+        add_scoring_head(self.model.get_base_model() if adapted else self.model, _project, holds_logits=holds)
+        self._reference = reference
+        if reference is not None:
+            add_scoring_head(reference, _project)
+        assert reference is not None or adapted or not settings.objective.kl_weight, (
+            "nothing to stay close to"
+        )
         self.steps: Iterable[Sequence[MicroBatch]] = ()
         self.metrics = StepMetrics()
         self.on_micro_batch: Callable[[int, int], None] = lambda done, total: None
         self._current: MicroBatch | None = None
         self._old_logps: Any = None  # (B, C), the tensor that the loss is about to read
+        self._scored: tuple[torch.Tensor, torch.Tensor] | None = None  # (M,) logprobs and entropies
 
     # (a) where batches come from
 
@@ -106,14 +117,14 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """(B, C) logprobs and entropies of the current micro-batch, one row per choice."""
         assert self._current is not None, "training_step sets the micro-batch before it asks for the loss"
-        logps, entropies = self._score(model, self._current)
+        logps, entropies = self._scored = self._score(model, self._current)
         terms = self._current.terms
         place = (on_device(terms.row, logps.device), on_device(terms.column, logps.device))
         shape = (len(self._current.choices), logits_to_keep)
-        self._measure(self._current, logps.detach(), entropies.detach())
+        measure(self.metrics, self._current, logps.detach(), entropies.detach(), self._objective)
         rows = logps.new_zeros(shape).index_put(place, logps)
         # TRL never bounds the ratio before exp(): an infinite one would turn a clipped token's zero into NaN.
-        self._old_logps.clamp_(rows.detach() - _MAX_LOG_RATIO, rows.detach() + _MAX_LOG_RATIO)
+        self._old_logps.clamp_(rows.detach() - MAX_LOG_RATIO, rows.detach() + MAX_LOG_RATIO)
         return (
             rows,
             entropies.new_zeros(shape).index_put(place, entropies),
@@ -133,15 +144,52 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             last = number == len(micro_batches)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 self._current = micro_batch
-                loss_inputs = _loss_inputs(micro_batch, self.args.device)
+                loss_inputs = _loss_inputs(micro_batch, self.args.device, self._objective)
                 self._old_logps = loss_inputs["old_per_token_logps"]
-                loss = self.compute_loss(model, loss_inputs)
+                loss = self.compute_loss(model, loss_inputs) + self._added(micro_batch)
                 self.accelerator.backward(loss)
             total += loss.detach()
             self.on_micro_batch(number, len(micro_batches))
-        self._current = self._old_logps = None
+        self._current = self._old_logps = self._scored = None
         self.metrics.loss = float(total)
         return total
+
+    def _added(self, batch: MicroBatch) -> torch.Tensor | float:
+        """KL and entropy of a micro-batch, by the weighting of its tokens."""
+        objective = self._objective
+        if objective.kl_weight == 0.0 and objective.entropy_weight == 0.0:
+            return 0.0
+        assert self._scored is not None, "the loss was computed"
+        logps, entropies = self._scored
+        multiplier = on_device(batch.terms.multiplier, logps.device)
+        added = -objective.entropy_weight * (multiplier * entropies).sum()
+        if objective.kl_weight:
+            apart = (self._reference_logps(batch) - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            kl = apart.exp() - apart - 1.0
+            self.metrics.kl_sum += float(kl.detach().sum())
+            added = added + objective.kl_weight * (multiplier * kl).sum()
+        # DDP averages over ranks, and the sum over all of them is wanted.
+        return added * self.accelerator.num_processes
+
+    def _reference_logps(self, batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            if self._reference is not None:
+                return self._score(self._reference, batch)[0]
+            with self.accelerator.unwrap_model(self.model).disable_adapter():
+                return self._score(self.model, batch)[0]
+
+    def corrected(self, batches: Sequence[MicroBatch], mode: Correction, cap: float) -> list[MicroBatch]:
+        """The same micro-batches for decoupled PPO: ratios against the weights of now, and each token weighed
+        by what those have moved from the behaviour's (objective.py)."""
+        found = []
+        for batch in batches:
+            with torch.no_grad():
+                old = self._score(self.model, batch)[0].float().cpu().numpy()
+            terms = batch.terms
+            weights = correction_weights(old, terms.behavior_logprob, mode, cap)
+            terms = replace(terms, old_logprob=old, multiplier=terms.multiplier * weights)
+            found.append(replace(batch, terms=terms))
+        return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self.metrics.grad_norm = float(logs.get("grad_norm", self.metrics.grad_norm))
@@ -187,23 +235,9 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         row_of_term = on_device(head.row_of_term, device)
         return logps[row_of_term], entropies[row_of_term]
 
-    def _measure(self, batch: MicroBatch, logps: torch.Tensor, entropies: torch.Tensor) -> None:
-        terms, metrics = batch.terms, self.metrics
-        log_ratio = logps - on_device(terms.behavior_logprob, logps.device)
-        advantage = on_device(terms.advantage, logps.device)
-        ratio = log_ratio.exp()
-        clipped = ((ratio > 1 + self.epsilon_high) & (advantage > 0)) | (
-            (ratio < 1 - self.epsilon_low) & (advantage < 0)
-        )
-        metrics.num_tokens += len(terms)
-        metrics.unique_tokens += (
-            batch.input_ids.size if isinstance(batch, TreeBatch) else int(batch.attention_mask.sum())
-        )
-        metrics.call_tokens += batch.call_tokens
-        metrics.gap_sum += float(log_ratio.abs().sum())
-        metrics.gap_max = max(metrics.gap_max, float(log_ratio.abs().max()))
-        metrics.num_clipped += int(clipped.sum())
-        metrics.entropy_sum += float(entropies.sum())
+
+_LOSS_TYPES = {"clip": "dapo", "gspo": "dapo", "cispo": "cispo", "sapo": "sapo"}
+"""TRL's names. `dapo` and `cispo` divide by a number that we hand over, `sapo` by rows (see _loss_inputs)."""
 
 
 def _no_reward(**kwargs: Any) -> list[float]:
@@ -211,12 +245,14 @@ def _no_reward(**kwargs: Any) -> list[float]:
 
 
 def _grpo_config(settings: BridgeSettings) -> Any:
+    objective = settings.objective
     return GRPOConfig(
         output_dir=str(settings.output),
-        loss_type="dapo",
-        beta=0.0,
-        epsilon=settings.clip_low,
-        epsilon_high=settings.clip_high,
+        loss_type=_LOSS_TYPES[objective.name],
+        importance_sampling_level="sequence" if objective.name == "gspo" else "token",
+        beta=0.0,  # KL and entropy are added in training_step
+        epsilon=objective.clip_low,
+        epsilon_high=objective.ratio_cap if objective.name == "cispo" else objective.clip_high,
         num_iterations=1,
         # The smallest shape that TRL accepts. One item of our loader is one optimizer step.
         per_device_train_batch_size=2,
@@ -243,7 +279,7 @@ def _grpo_config(settings: BridgeSettings) -> Any:
     )
 
 
-def _loss_inputs(batch: MicroBatch, device: Any) -> dict[str, torch.Tensor]:
+def _loss_inputs(batch: MicroBatch, device: Any, objective: Objective) -> dict[str, torch.Tensor]:
     """What TRL's loss reads, (B, C) with one row per choice. Its prompt part is empty: scoring does not read
     it."""
     terms = batch.terms
@@ -254,6 +290,10 @@ def _loss_inputs(batch: MicroBatch, device: Any) -> dict[str, torch.Tensor]:
         flat = on_device(values, device)
         return torch.zeros(shape, dtype=flat.dtype, device=device).index_put(place, flat)
 
+    advantages = rows(terms.advantage * terms.multiplier)
+    if objective.name == "sapo":  # TRL takes the mean over a row's tokens, then over rows
+        lengths = torch.bincount(place[0], minlength=shape[0])
+        advantages *= lengths[:, None] * shape[0]
     empty = torch.zeros((shape[0], 0), dtype=torch.long, device=device)
     return {
         "prompt_ids": empty,
@@ -262,8 +302,8 @@ def _loss_inputs(batch: MicroBatch, device: Any) -> dict[str, torch.Tensor]:
         "completion_mask": torch.zeros(shape, dtype=torch.long, device=device).index_put(
             place, torch.ones_like(place[0])
         ),
-        "advantages": rows(terms.advantage * terms.multiplier),
-        "old_per_token_logps": rows(terms.behavior_logprob),
+        "advantages": advantages,
+        "old_per_token_logps": rows(terms.old_logprob),
         "num_items_in_batch": torch.ones((), device=device),
     }
 

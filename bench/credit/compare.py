@@ -71,6 +71,7 @@ class _Learner:
 
         from lightning_rl.settings import TrainSettings
         from lightning_rl.trainer.models import shape_of
+        from lightning_rl.trainer.objective import Objective
         from lightning_rl.trainer.planning import plan_settings
         from lightning_rl.trainer.trl_bridge import BridgeSettings, RecordedTrainer
 
@@ -83,8 +84,7 @@ class _Learner:
         bridge = BridgeSettings(
             output=Path(tempfile.mkdtemp(prefix="ten-rooms-")),
             learning_rate=run.learning_rate,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
+            objective=Objective(),
             max_grad_norm=settings.max_grad_norm,
             seed=run.seed,
             on_gpu=False,

@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from lightning_rl.records import Transition, token_ids
 from lightning_rl.trainer import scoring
 from lightning_rl.trainer.batch import tree_batches
+from lightning_rl.trainer.objective import Objective
 from lightning_rl.trainer.rows import merged_batches, rows_batches
 from lightning_rl.trainer.trl_bridge import (
     BridgeSettings,
@@ -33,8 +34,7 @@ def make_trainer(model: Any, folder: Any, **changes: Any) -> RecordedTrainer:
     settings = {
         "output": folder,
         "learning_rate": 1e-3,
-        "clip_low": CLIP_LOW,
-        "clip_high": CLIP_HIGH,
+        "objective": Objective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
         "max_grad_norm": 1.0,
         "seed": 0,
         "on_gpu": False,

@@ -16,9 +16,6 @@ from ..client import Client
 from . import shape
 from .wire import USAGE_EVENT, Summary, Vendor
 
-ENCODING = "cl100k_base"
-"""The one that comes with LiteLLM: an estimate must not need a download."""
-
 _TOLD = {
     "chat": (
         "audio",
@@ -277,9 +274,10 @@ class _Summing:
 
 
 def _count(texts: Any) -> int:
-    import tiktoken
+    # cl100k_base, from the file that comes with LiteLLM; tiktoken by itself would download it.
+    from litellm.litellm_core_utils.default_encoding import encoding
 
-    return len(tiktoken.get_encoding(ENCODING).encode("".join(_strings(texts)), disallowed_special=()))
+    return len(encoding.encode("".join(_strings(texts)), disallowed_special=()))
 
 
 _SAID = ("content", "text", "arguments", "function", "tool_calls", "reasoning_content", "input", "output")

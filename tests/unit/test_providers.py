@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +133,17 @@ def test_counts_that_a_vendor_omits_are_estimated_and_marked(
     assert row["usage_estimated"] == 1
     assert 5 < row["num_prompt_tokens"] < 40
     assert 4 <= row["reported_completion_tokens"] <= 12
+
+
+def test_the_first_estimate_needs_no_download() -> None:
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    command = "from lightning_rl.proxy.dialects.vendors import _count; print(_count(['one two three']))"
+    environment = {**os.environ, **nowhere, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment.pop("TIKTOKEN_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr[-500:]
 
 
 def test_counts_in_a_stream_that_asked_for_them(judged: Judged) -> None:

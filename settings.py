@@ -48,7 +48,15 @@ def _root_url(url: str) -> str:
         valid = False
     if not valid:
         raise ValueError("not a URL like http://HOST:PORT")
+    _without_password(url)
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _without_password(url: str) -> str:
+    """Addresses are shown, logged and stored."""
+    if "@" in urlsplit(url).netloc:
+        raise ValueError("an address with a user or password; a key has a setting of its own")
+    return url
 
 
 def _listed(value: Any) -> Any:
@@ -167,7 +175,7 @@ class ProviderSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(pattern=r"^[^/]+/.+$")  # as LiteLLM names it: openai/gpt-4o
-    api_base: str | None = None  # None: the vendor's own
+    api_base: Annotated[str, AfterValidator(_without_password)] | None = None  # None: the vendor's own
     api_key_env: str | None = None  # the variable that holds the key
     kind: Literal["judge", "side"] = "judge"  # what its calls are in the log
     num_retries: int = Field(0, ge=0)

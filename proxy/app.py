@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from ..engine.fingerprint import read_fingerprint
 from ..settings import ProxySettings
 from ..store.append import add_fingerprint
 from ..store.database import Database
 from .api import ApiContext, create_api
-from .client import Client, Receive, Scope, Send
+from .client import TOO_LARGE, Client, Message, Receive, Scope, Send
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
@@ -119,7 +121,7 @@ class ProxyApp:
             refusal = "wrong or missing token: send it as `Authorization: Bearer TOKEN`"
             await Client(receive, send, 0).refuse(401, refusal)
             return
-        await self._api(scope, receive, send)
+        await self._api(scope, _capped(receive, self.settings.max_body_mb * 1024 * 1024), send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -175,6 +177,20 @@ class ProxyApp:
         await self.recorder.stop()
         if self._upstream is not None:
             await self._upstream.close()
+
+
+def _capped(receive: Receive, max_bytes: int) -> Receive:
+    num_bytes = 0
+
+    async def capped() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, TOO_LARGE)  # what the API's own handlers make an answer of
+        return message
+
+    return capped
 
 
 def _redactor(settings: ProxySettings) -> Redactor:

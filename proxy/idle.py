@@ -55,6 +55,7 @@ async def end_idle_episodes(app: ProxyApp) -> None:
             continue
         for name in ended:
             app.live.end_episode(name)
+            app.engines.end_episode(name)
             app.lineage.forget(name)
         if ended:
             logger.info("%d episodes had no call for %g s and have ended", len(ended), timeout_sec)

@@ -68,9 +68,10 @@ def holds_token(keys: Iterable[bytes], token: bytes) -> bool:
 
 def check_url(raw_path: bytes, query: bytes, token: bytes | None) -> None:
     """UserError for a key in the URL: it would travel to the engine, and into logs on the way."""
-    if query or b"lk-" in raw_path:
+    if query or b"lk-" in raw_path or (token is not None and token in raw_path):
         url = raw_path + b"?" + query
-        if (token is not None and token in query) or (b"lk-" in url and _KEY.search(url) is not None):
+        holds_token = token is not None and (token in query or token in raw_path.split(b"/"))
+        if holds_token or (b"lk-" in url and _KEY.search(url) is not None):
             raise UserError("the URL holds a key; send it in the header Authorization or X-Api-Key")
 
 

@@ -91,6 +91,8 @@ class Redactor:
             intent,
             request_body=body,
             sampling=_redact_value(intent.sampling, rules, found),
+            requested_model=_redact_text(intent.requested_model or "", rules, found) or None,
+            served_model=_redact_text(intent.served_model or "", rules, found) or None,
             # Hashes of what is kept: those of the text itself would let it be guessed.
             request_hash=hashlib.blake2b(body, digest_size=16).digest(),
             state_key=None,

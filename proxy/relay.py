@@ -204,7 +204,11 @@ class Relay:
         shows_models: bool,
     ) -> None:
         if answer.status == 200 and (injection is not None or shows_models):
-            body = await answer.read()
+            try:
+                body = await answer.read()
+            except FAILURES as error:
+                await client.refuse(502, f"the engine's answer broke off: {error or type(error).__name__}")
+                return
             doc = _json_object(body)
             if doc is not None:
                 body = (

@@ -41,6 +41,13 @@ class _Slot:
         self.started_at = 0.0
         self.start_at = 0.0
         self.wait_sec = FIRST_WAIT_SEC
+        self.is_told = False  # to end
+
+    def tell(self) -> None:
+        """Pass a signal on to the process, if it is there to hear it."""
+        if self.process is not None and self.process.pid is not None and self.process.is_alive():
+            self.is_told = True
+            os.kill(self.process.pid, signal.SIGTERM)
 
 
 class Workers:
@@ -105,11 +112,13 @@ class Workers:
         self._num_signals += 1
         os.write(self._wake_write, b"!")
         for slot in self._slots:
-            if slot.process is not None and slot.process.pid is not None and slot.process.is_alive():
-                os.kill(slot.process.pid, signal.SIGTERM)
+            slot.tell()
 
     def _end(self) -> None:
         self._listener.close()  # or clients would wait here for somebody to take their connection
+        for slot in self._slots:
+            if not slot.is_told:  # the signal came while it was being started
+                slot.tell()
         for slot in self._slots:
             if slot.process is not None:
                 slot.process.join()

@@ -114,7 +114,12 @@ def test_keys_in_a_url_are_refused_before_anybody_writes_them_down(running: Runn
     key = issue(running, "url")
     headers = {"Authorization": f"Bearer {key}"}
     num_received = len(running.engine.received)
-    for path in (f"{CHAT}?key={key}", f"{CHAT}?token={TOKEN}", f"/episodes/{key}{CHAT}"):
+    for path in (
+        f"{CHAT}?key={key}",
+        f"{CHAT}?token={TOKEN}",
+        f"/episodes/{key}{CHAT}",
+        f"/episodes/{TOKEN}{CHAT}",
+    ):
         assert call(running, headers, path) == 400
     assert len(running.engine.received) == num_received
 

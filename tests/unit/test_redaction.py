@@ -45,6 +45,13 @@ def test_a_body_is_redacted_text_by_text_and_keeps_its_other_bytes() -> None:
     assert rules.num_by_rule == {"email": 2}
 
 
+def test_the_model_s_name_stands_in_the_body_too() -> None:
+    rules = redactor({"builtin": "email", "replacement": "<mail>"})
+    sent = intent("c", body=b'{"model": "ann@example.org"}')
+    kept = rules.prepare(replace(sent, requested_model="ann@example.org", served_model="ann@example.org"))
+    assert "example" not in repr(kept)
+
+
 def test_numbers_and_groups_in_replacements() -> None:
     rules = redactor({"pattern": r"(\d{4})\d{8,}", "replacement": r"\1…", "name": "account"})
     assert body(rules, '{"account": 123456789012, "n": 12}') == '{"account": "1234\\u2026", "n": 12}'

@@ -357,7 +357,12 @@ def test_a_body_of_megabytes_is_sent_without_a_warning(running: Running) -> None
 
 def test_bodies_above_the_limit_are_refused(tmp_path: Path) -> None:
     with running_proxy(tmp_path, max_body_mb=1) as running:
-        for path, headers in ((CHAT, {}), ("/v1/audio/transcriptions", {"content-type": "audio/wav"})):
+        ours = ("/lightning/api/episodes", "/lightning/api/rewards/import")
+        for path, headers in (
+            (CHAT, {}),
+            ("/v1/audio/transcriptions", {"content-type": "audio/wav"}),
+            *((path, {}) for path in ours),
+        ):
             answer = ask(running.url, path, b" " * (2 * 1024 * 1024), headers)
             assert answer.status == 413
             assert "max_body_mb" in json.loads(answer.body)["error"]["message"]
@@ -416,6 +421,14 @@ def test_a_whole_answer_cut_short_stays_short(running: Running) -> None:
     assert direct.is_broken
     same(direct, ask(running.url, f"/episodes/short{CHAT}", body))
     assert call_of(running, "short")["status"] == "error"
+
+
+def test_a_list_of_models_cut_short_is_a_fault_of_the_engine_s(running: Running) -> None:
+    length = (b"content-length", b"99")
+    running.engine.raw_answer = (200, [(b"content-type", b"application/json"), length], b'{"data":')
+    answer = ask(running.url, "/v1/models")
+    assert answer.status == 502
+    assert "broke off" in json.loads(answer.body)["error"]["message"]
 
 
 def test_an_aborted_answer_is_told_apart(running: Running) -> None:

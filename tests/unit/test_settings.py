@@ -40,6 +40,11 @@ def test_a_file_read_once_does_not_colour_the_next(tmp_path):
         ("prot = 1", "unknown setting 'prot' in"),
         ("port = 99999", r"setting 'port': [^(]*\(got 99999\)$"),
         ('engine_url = "localhost:8000"', "not a URL like http://HOST:PORT"),
+        ('engine_url = "http://me:secret@host:8000"', "an address with a user or password"),
+        (
+            '[providers.x]\nmodel = "a/b"\napi_base = "https://me:x@h/v1"',
+            "an address with a user or password",
+        ),
         ("port = ", "not valid TOML"),
         ('durability = "maybe"', "setting 'durability'"),
     ],

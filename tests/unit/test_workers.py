@@ -6,16 +6,21 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import pytest
 from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
 
+from lightning_rl.proxy import workers
+from lightning_rl.settings import ProxySettings
 from lightning_rl.store import fleet as rows
 from lightning_rl.store.database import Database
 
@@ -99,3 +104,35 @@ def test_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: Path) -> No
         assert victim not in wait_for_workers(database, without=victim)
         assert "it is started again" in (tmp_path / "errors").read_text()
         assert ask(url, f"/episodes/after{CHAT}", BODY).status == 200
+
+
+def test_a_signal_while_a_worker_is_being_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    ended: list[int] = []
+
+    class Process:
+        """A worker at whose start the signal comes."""
+
+        def __init__(self, **_: Any) -> None:
+            self.pid = 10 + len(started)
+            started.append(self)
+            self.sentinel, self.exitcode = os.pipe()[0], 0
+
+        def start(self) -> None:
+            if len(started) == 2:
+                under_test._on_signal(signal.SIGTERM, None)
+
+        def is_alive(self) -> bool:
+            return self.pid not in told
+
+        def join(self) -> None:
+            assert self.pid in told, "waited for ever"
+            ended.append(self.pid)
+
+    started: list[Process] = []
+    monkeypatch.setattr(workers.os, "kill", lambda pid, _: told.append(pid))
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    under_test = workers.Workers(ProxySettings.load(workers=2), socket.socket(), lambda *_: None)
+    monkeypatch.setattr(under_test._context, "Process", Process)
+    under_test.run(lambda: None)
+    assert (sorted(told), ended) == ([10, 11], [10, 11])

@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
 .PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean \
-  bench-proxy bench-store bench-credit
+  bench-proxy bench-store bench-credit bench-trainer
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -87,6 +87,9 @@ bench-store: | $(INSTALLED) postgres ## how large the log is, what it stands, ho
 bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PPO beside GRPO on a real engine; about an hour
 	@$(MAKE) --no-print-directory model
 	$(BIN)/python bench/credit/run.py --model $(MODEL) $(BENCH_FLAGS)
+
+bench-trainer: | $(INSTALLED) ## a step over the same calls by stock TRL, padded, merged and as a prefix tree; about 10 minutes
+	$(BIN)/python bench/trainer/run.py $(BENCH_FLAGS)
 
 docs: | $(INSTALLED) ## docs/settings.md and docs/cli.md, written from the code
 	$(BIN)/python docs/generate.py

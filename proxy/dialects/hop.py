@@ -110,8 +110,11 @@ class _OuterRecorder:
 
     def _seen(self, end: CallEnd) -> CallEnd:
         end = replace(end, upstream_id=self._call.answer_id)
-        if self._call.is_cut_off and end.status is CallStatus.DISCONNECTED:
-            end = replace(end, status=CallStatus.ABORTED, error=STOPPED)
+        if end.status is CallStatus.DISCONNECTED:  # the exchange's client is the translator
+            if self._call.is_cut_off:
+                end = replace(end, status=CallStatus.ABORTED, error=STOPPED)
+            elif not self._call.has_left:
+                end = replace(end, status=CallStatus.ERROR, error="the translator broke off")
         reason = _untrainable(self._call.rendered, end)
         if reason is not None:
             kept = tuple(replace(choice, quarantine=choice.quarantine or reason) for choice in end.choices)

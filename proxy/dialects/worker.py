@@ -30,6 +30,8 @@ ENVIRONMENT = {
 }
 MODEL = "hosted_vllm/policy"
 """LiteLLM decides by the model's name what to leave out, so it is told one that it knows nothing about."""
+TIMEOUT_SEC = 7 * 24 * 3600.0
+"""LiteLLM's own is ten minutes; how long an answer may take is the agent's business."""
 MAX_BODY_BYTES = 2**31
 _TOLD = {
     "messages": (
@@ -97,7 +99,12 @@ class Worker:
         shown = shape.Shown(
             headers[ANSWER_ID], None if model is None else orjson.loads(model.encode("latin-1")), doc
         )
-        target = {"api_base": headers[HOP_URL], "api_key": headers[TOKEN], "model": MODEL}
+        target = {
+            "api_base": headers[HOP_URL],
+            "api_key": headers[TOKEN],
+            "model": MODEL,
+            "timeout": TIMEOUT_SEC,
+        }
         try:
             if path == "/messages":
                 await self._messages(doc, shown, target, client)
@@ -127,7 +134,7 @@ class Worker:
             await client.send_json(status, {"message": message[:2000]})
 
     async def _messages(
-        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
+        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, Any], client: Client
     ) -> None:
         streams = doc.get("stream") is True
         answer = await self._litellm.anthropic.messages.acreate(
@@ -139,7 +146,7 @@ class Worker:
         await _stream(client, (shape.message_event(event, shown) async for event in _message_events(answer)))
 
     async def _responses(
-        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, str], client: Client
+        self, doc: dict[str, Any], shown: shape.Shown, target: dict[str, Any], client: Client
     ) -> None:
         streams = doc.get("stream") is True
         asked = _told("responses", doc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -9,6 +10,8 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +21,8 @@ from fakes.running_proxy import Answer, Running, ask, running_proxy
 
 from lightning_rl.proxy.dialects import front
 from lightning_rl.proxy.dialects.translator import is_installed
+from lightning_rl.proxy.dialects.wire import ANSWER_ID, HOP_URL, TOKEN, StartUp
+from lightning_rl.proxy.dialects.worker import Worker
 from lightning_rl.records import CallEnd, LogEntry
 from lightning_rl.store.blocks import unpack_floats, unpack_ids
 from lightning_rl.store.bodies import load_bodies
@@ -397,6 +402,49 @@ def test_the_end_waits_for_its_commit(
     connection.close()
     assert order[0] == "committed"
     assert "end" in order
+
+
+@BOTH
+@STREAMING
+def test_a_translator_that_dies_is_not_taken_for_the_agent(
+    running: Running, dialect: str, streaming: bool
+) -> None:
+    call(running, dialect)  # so that it is there
+    episode = f"dies-{dialect}-{streaming}"
+    running.engine.received.clear()
+    if streaming:
+        running.engine.num_tokens, running.engine.chunk_delay_sec = 100_000, 0.01
+    else:
+        running.engine.answer_delay_sec = 2.0
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(call, running, dialect, episode, stream=streaming)
+        while not chat_requests(running):
+            threading.Event().wait(0.005)
+        pid = running.proxy.translator.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        answer = asked.result()
+    assert answer.is_broken or answer.status == 502
+    flushed(running)
+    (row,) = [row for row in running.rows("calls") if row["episode_id"] == episode]
+    assert (row["status"], row["error"]) == ("error", "the translator broke off")
+
+
+def test_litellm_ends_no_answer_that_takes_long() -> None:
+    asked: dict[str, Any] = {}
+
+    async def acreate(**given: Any) -> Any:
+        asked.update(given)
+        raise ValueError("seen")
+
+    async def send_json(*_: Any) -> None:
+        pass
+
+    litellm = SimpleNamespace(anthropic=SimpleNamespace(messages=SimpleNamespace(acreate=acreate)))
+    client: Any = SimpleNamespace(has_started=False, send_json=send_json)
+    headers = {HOP_URL: "http://hop/v1", TOKEN: "t", ANSWER_ID: "msg_1"}
+    asyncio.run(Worker(StartUp("", "s"), litellm)._answer("/messages", BODIES["messages"], headers, client))
+    assert asked["timeout"] > 24 * 3600  # seconds; its own would be ten minutes
 
 
 def test_a_translator_that_dies_is_started_again(running: Running) -> None:

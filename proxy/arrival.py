@@ -17,19 +17,10 @@ from ..errors import EngineError, PublishError
 from ..records import PolicyVersion, WeightsKind
 from .engines import Holding
 from .files import FilesError, check_files
+from .place import BASE_LABEL, Engine, Handle, RejectedError, label_of, what_is_missing
 from .policies import adapter_name
 from .prober import Prober
-from .swap import (
-    BASE_LABEL,
-    Engine,
-    Handle,
-    RejectedError,
-    ensure_adapter,
-    known_gap,
-    label_of,
-    load_weights,
-    what_is_missing,
-)
+from .swap import ensure_adapter, known_gap, load_weights
 
 logger = logging.getLogger("lightning.publisher")
 

@@ -17,7 +17,7 @@ from ..errors import EngineError
 from ..settings import ProxySettings
 from .app import ProxyApp
 from .engines import Holding
-from .swap import BASE_LABEL, Handle, what_is_missing
+from .place import BASE_LABEL, Handle, what_is_missing
 
 LOOK_SEC = 1.0
 

@@ -25,8 +25,8 @@ from ..store import fleet as rows
 from ..store.database import Database
 from ..store.fleet import FleetView, Phase, ProxyRow, ServingState
 from .engines import Engines, Holding
+from .place import BusyError, LeaseLostError
 from .policies import LivePolicies
-from .swap import BusyError, LeaseLostError
 
 HEARTBEAT_SEC = 1.0
 FENCE_SEC = 4.0
@@ -252,7 +252,7 @@ class Member:
                 ", ".join(sorted(known)),
             )
 
-    # --- the proxy that publishes: `swap.Fleet` ---
+    # --- the proxy that publishes: `place.Fleet` ---
 
     async def hold(self, *, drains: bool, timeout_sec: float) -> None:
         gate = self._live.gate

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from ..engine.client import EngineModel
 from ..records import Logprobs, TokenIds
-from .swap import Engine
+from .place import Engine
 
 
 class GuardedEngine:
-    """Follows `swap.Engine`. `require` raises where this proxy may no longer change what engines hold."""
+    """Follows `place.Engine`. `require` raises where this proxy may no longer change what engines hold."""
 
     def __init__(self, engine: Engine, require: Callable[[], None]) -> None:
         self._engine = engine

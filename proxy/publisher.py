@@ -33,8 +33,9 @@ from .arrival import (
     look,
     rows_by_kind,
 )
+from .place import BusyError, Handle, Place, RejectedError
 from .policies import adapter_name
-from .swap import BusyError, Handle, Hooks, Place, RejectedError, add_adapter, replace_weights
+from .swap import Hooks, add_adapter, replace_weights
 
 SOURCE = "publisher"
 ENGINE_LOOK_SEC = 1.0

@@ -15,8 +15,8 @@ from .app import ProxyApp
 from .engine_watch import EngineWatch, engine_handles
 from .fleet import Member, Times
 from .guarded import GuardedEngine
+from .place import Handle, Place
 from .publisher import Publisher
-from .swap import Handle, Place
 
 DRAIN_TIMEOUT_SEC = 120.0
 FORGET_ENDED_SEC = 2.0

@@ -39,7 +39,7 @@ def model_logprobs(weight: float, ids: TokenIds) -> Logprobs:
 
 
 class FakeEngine:
-    """Follows `lightning_rl.proxy.swap.Engine`. `sabotage` names what goes wrong."""
+    """Follows `lightning_rl.proxy.place.Engine`. `sabotage` names what goes wrong."""
 
     def __init__(self, base_folder: Path) -> None:
         self.root = str(base_folder)

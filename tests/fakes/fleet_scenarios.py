@@ -21,9 +21,9 @@ from lightning_rl.proxy import fleet as fleet_room
 from lightning_rl.proxy.engines import Engines
 from lightning_rl.proxy.fleet import Member, Times
 from lightning_rl.proxy.gate import Gate
+from lightning_rl.proxy.place import Handle
 from lightning_rl.proxy.policies import LivePolicies
 from lightning_rl.proxy.serving import _keep_in_touch, _work
-from lightning_rl.proxy.swap import Handle
 from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.append import append_entries

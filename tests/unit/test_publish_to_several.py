@@ -14,9 +14,9 @@ from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.engines import Engines, EngineState
 from lightning_rl.proxy.gate import Gate
+from lightning_rl.proxy.place import Handle, OwnGate, Place
 from lightning_rl.proxy.policies import LivePolicies, Served
 from lightning_rl.proxy.publisher import Publisher
-from lightning_rl.proxy.swap import Handle, OwnGate, Place
 from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database

@@ -16,13 +16,16 @@ import orjson
 
 MAX_EPISODES = 4096
 MAX_CALLS_PER_EPISODE = 1024
+MAX_CALLS = 262_144  # of all episodes together, about 50 MB
 
 
 class Lineage:
     """The calls of the episodes that were active last."""
 
-    def __init__(self, max_episodes: int = MAX_EPISODES) -> None:
+    def __init__(self, max_episodes: int = MAX_EPISODES, max_calls: int = MAX_CALLS) -> None:
         self._max_episodes = max_episodes
+        self._max_calls = max_calls
+        self._num_calls = 0
         self._episodes: OrderedDict[str, dict[bytes, str]] = OrderedDict()  # episode -> messages -> call
 
     def place(
@@ -47,17 +50,21 @@ class Lineage:
         if calls is None:
             calls = self._episodes[episode_id] = {}
             if len(self._episodes) > self._max_episodes:
-                self._episodes.popitem(last=False)
+                self.forget(next(iter(self._episodes)))
         else:
             self._episodes.move_to_end(episode_id)
         parent = next((calls[prefix] for prefix in reversed(prefixes[:-1]) if prefix in calls), None)
         if len(calls) >= MAX_CALLS_PER_EPISODE:
             del calls[next(iter(calls))]
+            self._num_calls -= 1
+        self._num_calls += prefixes[-1] not in calls
         calls[prefixes[-1]] = call_id
+        while self._num_calls > self._max_calls and len(self._episodes) > 1:
+            self.forget(next(iter(self._episodes)))
         return parent, state_key
 
     def forget(self, episode_id: str) -> None:
-        self._episodes.pop(episode_id, None)
+        self._num_calls -= len(self._episodes.pop(episode_id, ()))
 
 
 _AT_ONCE_BYTES = (

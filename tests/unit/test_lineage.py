@@ -65,3 +65,15 @@ def test_the_parent_is_the_longest_beginning_ids_included() -> None:
     third = [USER, asked("1"), tool("a wall", "1"), asked("2"), tool("a door", "2")]
     assert lineage.place("e", "c3", {"messages": third})[0] == "c2"
     assert lineage.place("e", "c4", {"messages": [USER, asked("9"), tool("a wall", "9")]})[0] == "c1"
+
+
+def test_what_is_remembered_is_bounded_over_all_episodes() -> None:
+    lineage = Lineage(max_calls=4)
+    turns = [{"messages": [USER, *([SAID, USER] * number)]} for number in range(3)]
+    for number, doc in enumerate(turns):
+        lineage.place("old", f"o{number}", doc)
+    assert lineage.place("new", "n0", turns[0])[0] is None
+    assert lineage.place("new", "n0 again", turns[0])[0] is None  # the same place, not one more
+    assert lineage.place("old", "o3", {"messages": [USER, *([SAID, USER] * 3)]})[0] == "o2"
+    assert lineage.place("old", "o4", {"messages": [USER, *([SAID, USER] * 4)]})[0] == "o3"
+    assert lineage.place("new", "n1", turns[1])[0] is None  # it was the one that had been silent longest

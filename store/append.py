@@ -11,7 +11,7 @@ A batch that is written twice (a commit whose answer was lost with the connectio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,7 +24,6 @@ from ..records import (
     CallStatus,
     Fingerprint,
     LogEntry,
-    Quarantine,
     RecordedChoice,
     now_ms,
 )
@@ -48,6 +47,7 @@ from .statements import (
     update_each,
     update_in,
 )
+from .stubs import NO_INTENT, add_stubs, complete_stub
 
 __all__ = [
     "add_event",
@@ -58,9 +58,6 @@ __all__ = [
     "end_episode",
     "mark_gap",
 ]
-
-NO_INTENT = "missing_intent"
-"""Attribution rule of a call whose end came without its intent: it waits in the unattributed bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ def append_entries(conn: sa.Connection, entries: Sequence[LogEntry]) -> Noted:
         _append_intents(conn, placed, known, list(intents.values()), answers)
     else:
         placed.write(conn)
-    _add_stubs(conn, ends, sorted({*ends, *delivered} - intents.keys() - known.keys()))
+    add_stubs(conn, ends, sorted({*ends, *delivered} - intents.keys() - known.keys()))
     if moved:
         _append_moves(conn, moved)
     if answers:  # of the calls whose intent is older than this batch
@@ -233,7 +230,7 @@ def _append_intents(
     )
     for row in rows:
         if row["id"] in known:
-            _complete_stub(conn, row)
+            complete_stub(conn, row)
 
 
 _NO_ANSWER = dict.fromkeys(_ANSWER_COLUMNS, None) | {"status": CallStatus.OPEN.value}
@@ -264,61 +261,6 @@ def _intent_row(intent: CallIntent) -> dict[str, Any]:
         "tags": storable_json(intent.attribution.tags),
         "started_at_ms": intent.started_at_ms,
     }
-
-
-def _add_stubs(conn: sa.Connection, ends: dict[str, CallEnd], ids: list[str]) -> None:
-    """Rows for calls whose intent the log does not hold: their answer must not be dropped for that."""
-    if not ids:
-        return
-    rows = [
-        {
-            "id": name,
-            "kind": CallKind.POLICY.value,
-            "attribution_rule": NO_INTENT,
-            "route": "",
-            "dialect": "other",
-            "streaming": False,
-            "engine_url": "",
-            "sampling": {},
-            "retry_count": 0,
-            "status": CallStatus.OPEN.value,
-            "tags": {},
-            "started_at_ms": (ends[name].first_byte_at_ms or ends[name].ended_at_ms)
-            if name in ends
-            else now_ms(),
-        }
-        for name in ids
-    ]
-    insert_missing(conn, calls, rows)
-    for name in ids:
-        if name in ends:  # its sampling parameters are not known, so nothing of it can be trained
-            untouched = [choice.index for choice in ends[name].choices if choice.quarantine is None]
-            ends[name] = _quarantined(ends[name])
-        else:
-            untouched = []
-        add_event(conn, "call", name, NO_INTENT, {"quarantined": untouched}, "recorder")
-
-
-def _quarantined(end: CallEnd) -> CallEnd:
-    kept = tuple(
-        replace(choice, quarantine=choice.quarantine or Quarantine.UNRECORDABLE) for choice in end.choices
-    )
-    return replace(end, choices=kept)
-
-
-def _complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
-    """The intent came after the end: fill it in, free the choices that only its absence quarantined."""
-    conn.execute(
-        calls.update()
-        .where(calls.c.id == row["id"])
-        .values({name: value for name, value in row.items() if name != "id"})
-    )
-    if row["unrecordable"] is None:
-        conn.execute(
-            choices.update()
-            .where(choices.c.call_id == row["id"], choices.c.quarantine == Quarantine.UNRECORDABLE.value)
-            .values(quarantine=None)
-        )
 
 
 def _answer_columns(end: CallEnd, prompts: PromptBlocks) -> dict[str, Any]:

@@ -91,13 +91,19 @@ def store_parts(conn: sa.Connection, parts: Mapping[bytes, bytes]) -> None:
 def load_bodies(conn: sa.Connection, skeletons: Iterable[bytes]) -> list[bytes]:
     """The bodies as they were sent, in the order of their skeletons."""
     listed = list(skeletons)
+    parts = load_parts(conn, listed)
+    return [join_body(skeleton, parts) for skeleton in listed]
+
+
+def load_parts(conn: sa.Connection, skeletons: Iterable[bytes]) -> dict[bytes, bytes]:
+    """What the skeletons refer to, as far as it is there."""
     parts: dict[bytes, bytes] = {}
-    for chunk in chunks(sorted({name for skeleton in listed for name in part_names(skeleton)})):
+    for chunk in chunks(sorted({name for skeleton in skeletons for name in part_names(skeleton)})):
         rows = conn.execute(
             sa.select(body_parts.c.hash, body_parts.c.bytes).where(body_parts.c.hash.in_(chunk))
         )
         parts.update({name: unpack_part(packed) for name, packed in rows})
-    return [join_body(skeleton, parts) for skeleton in listed]
+    return parts
 
 
 def pack_json(value: Any) -> bytes:

@@ -20,13 +20,21 @@ db_app.command("import")(import_)
 
 
 @db_app.command()
-def upgrade(db: DbOption = DEFAULT_DB) -> None:
+def upgrade(
+    db: DbOption = DEFAULT_DB,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Bring the schema up to date, making the database's tables where there are none."""
+    import json
+
     from ..database import Database
     from ..upgrade import HEAD
 
     database = Database.open(db)
     database.close()
+    if as_json:
+        typer.echo(json.dumps({"db": database.shown_url, "schema": HEAD, "current": True}))
+        return
     typer.echo(f"{database.shown_url}: schema {HEAD} is current")
 
 

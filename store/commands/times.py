@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from ...errors import UserError
 
@@ -19,7 +19,9 @@ def moment_ms(text: str) -> int:
     match = _AGO.fullmatch(text.strip().lower())
     try:
         if match is not None:
-            moment = datetime.now() - timedelta(**{_UNITS[match[2]]: int(match[1])})
+            # Not by the clock on the wall, which jumps twice a year.
+            ago = timedelta(**{_UNITS[match[2]]: int(match[1])})
+            moment = datetime.now(UTC) - ago
         else:
             moment = datetime.fromisoformat(text.strip())
         return int(moment.timestamp() * 1000)

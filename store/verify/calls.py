@@ -9,15 +9,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from ...records import HIGHEST_LOGPROB, MISSING_LOGPROB, CallKind, CallStatus, Quarantine
-from ..append import NO_INTENT
 from ..blocks import unpack_floats, unpack_ids
-from ..bodies import part_names, unpack_json
+from ..bodies import join_body, load_parts, part_name, part_names, unpack_json
 from ..schema import body_parts, calls, choices, episodes, token_blocks
-from ..statements import existing
+from ..statements import chunks, existing
+from ..stubs import NO_INTENT
 from .report import REPORT, RESTORE, Findings
 
 MAX_REMEMBERED_PARTS = 1_000_000
 """Names of body parts held in memory (some 100 bytes each), to tell which ones nothing refers to."""
+
+BODIES_AT_ONCE = 50
+"""Whose parts are held in memory together, to derive the hashes of whole bodies."""
 
 _STATUSES = frozenset(status.value for status in CallStatus)
 _KINDS = frozenset(kind.value for kind in CallKind)
@@ -102,7 +105,22 @@ def _check_bodies(conn: sa.Connection, page: Any, findings: Findings) -> set[byt
     for call, its in parts_of.items() if missing else ():
         for name in sorted(its & missing):
             findings.fault("calls", call, f"part {name.hex()} of its request body is missing", RESTORE)
+    whole = {call for call, its in parts_of.items() if not its & missing}
+    hashed = [row for row in page if row.request_hash is not None and row.id in whole]
+    for some in chunks(hashed, BODIES_AT_ONCE):
+        _check_hashes(conn, some, findings)
     return names
+
+
+def _check_hashes(conn: sa.Connection, rows: list[sa.Row[Any]], findings: Findings) -> None:
+    """What stands between the parts has no hash of its own: the whole body's covers it."""
+    try:
+        parts = load_parts(conn, [row.request_body for row in rows])
+    except (zlib.error, ValueError):
+        return  # a part is damaged: check_parts says which
+    for row in rows:
+        if part_name(join_body(row.request_body, parts)) != row.request_hash:
+            findings.fault("calls", row.id, "its request body is not the one of its hash", RESTORE)
 
 
 def check_choices(conn: sa.Connection, findings: Findings) -> None:

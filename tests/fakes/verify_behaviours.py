@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from fakes.full_log import fill
-from fakes.store_behaviours import behaviour
+from fakes.log_rows import end, intent
+from fakes.store_behaviours import behaviour, write
 
+from lightning_rl.store.bodies import part_name
 from lightning_rl.store.database import Database
 from lightning_rl.store.schema import (
     body_parts,
@@ -46,6 +48,21 @@ def test_a_log_as_it_should_be_has_no_fault(database: Database) -> None:
 def one_of(database: Database, query: sa.Select[bytes]) -> bytes:
     with database.read() as conn:
         return conn.execute(query.limit(1)).scalar_one()
+
+
+@behaviour
+def test_a_body_that_is_not_the_one_of_its_hash_is_found(database: Database) -> None:
+    body = b'{"model": "gpt-4o", "messages": [{"role": "user", "content": "%s"}]}' % (b"1" * 200)
+    for name, image in (("c1", body), ("c2", b"no json"), ("c3", b"")):
+        write(database, intent(name, body=image, request_hash=part_name(image)), end(name, [1]))
+    assert verify(database).faults == []
+    skeleton = one_of(database, sa.select(calls.c.request_body).where(calls.c.id == "c1"))
+    other = skeleton.replace(b"gpt-4o", b"gpt-5o")
+    assert other != skeleton
+    found = damage(database, calls.update().where(calls.c.id == "c1").values(request_body=other))
+    assert [(fault.key, fault.what) for fault in found.faults] == [
+        ("c1", "its request body is not the one of its hash")
+    ]
 
 
 @behaviour

@@ -16,6 +16,7 @@ from fakes import (  # noqa: F401 - add to the list
 from fakes.fleet_scenarios import SCENARIOS, Scenario
 from fakes.fleet_scenarios import run as run_fleet
 from fakes.log_rows import end, intent
+from fakes.old_logs import REVISIONS, check_upgrade
 from fakes.postgres_server import PostgresMissingError, PostgresServer
 from fakes.store_behaviours import BEHAVIOURS, rows_by_table, write
 
@@ -67,6 +68,11 @@ def test_migrated_tables_are_the_schema(server: PostgresServer) -> None:
     for migrate in (True, False):
         with pytest.raises(SchemaError, match="written by a newer lightning-rl"):
             Database.open(url, migrate=migrate)
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_a_log_of_an_earlier_revision_keeps_its_rows(server: PostgresServer, revision: str) -> None:
+    check_upgrade(server.new_database(), server.new_database(), revision)
 
 
 def test_processes_that_open_a_new_log_at_once_all_succeed(server: PostgresServer) -> None:

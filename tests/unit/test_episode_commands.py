@@ -1,6 +1,7 @@
 """`lightning episodes list|show` as a person types them."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,12 @@ def test_show_is_a_tree_of_calls_with_what_they_were_worth(database: Database) -
         assert words in shown
 
 
-def test_times_as_people_type_them() -> None:
+def test_times_as_people_type_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for days in (30, 90, 150, 210):  # across changes of the clock
+        monkeypatch.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        assert now_ms() - moment_ms(f"{days}d") == pytest.approx(days * 86_400_000, abs=5000)
+    monkeypatch.undo()
+    time.tzset()
     assert now_ms() - moment_ms("2h") == pytest.approx(2 * 3600 * 1000, abs=5000)
     assert moment_ms("2026-11-30T16:00:00+00:00") == 1796054400000

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from fakes.log_rows import end, intent
+from fakes.old_logs import REVISIONS, check_upgrade
 from fakes.store_behaviours import rows_by_table, write
 
 from lightning_rl import migrations
@@ -70,6 +71,20 @@ def test_opening_again_keeps_the_rows(tmp_path: Path) -> None:
     with database.read() as conn:
         assert conn.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
     database.close()
+
+
+def test_every_earlier_revision_is_upgraded_from() -> None:
+    from alembic.script import ScriptDirectory
+
+    known = {
+        script.revision for script in ScriptDirectory.from_config(upgrade.alembic_config()).walk_revisions()
+    }
+    assert known == {*REVISIONS, upgrade.HEAD}
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_a_log_of_an_earlier_revision_keeps_its_rows(tmp_path: Path, revision: str) -> None:
+    check_upgrade(f"sqlite:///{tmp_path}/old.db", f"sqlite:///{tmp_path}/new.db", revision)
 
 
 def test_downgrade_and_upgrade_leave_a_current_log(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ def test_db_upgrade_and_check(database: Database, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert json.loads(result.output)["current"] is False
     assert isinstance(error("db", "check", "--db", new), StoreError)
-    assert run("db", "upgrade", "--db", new).exit_code == 0
+    result = run("db", "upgrade", "--json", "--db", new)
+    assert json.loads(result.output) == {"db": new, "schema": HEAD, "current": True}
+    assert run("db", "upgrade", "--db", new).output == f"{new}: schema {HEAD} is current\n"
     result = run("db", "check", "--json", "--db", new)
     assert result.exit_code == 0
     assert json.loads(result.output) == {"db": new, "schema": HEAD, "current": True, "problem": None}

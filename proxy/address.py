@@ -14,9 +14,7 @@ from urllib.parse import unquote
 
 from ..errors import UserError
 from ..records import MALFORMED_MARK, Attribution
-from .keys import is_episode_key
-
-MAX_NAME_CHARS = 256
+from ..store.names import name_fault as _fault
 
 OUR_HEADERS = b"x-lightning-"
 """Headers with this prefix are ours: read here, never sent to the engine."""
@@ -30,9 +28,6 @@ _ALIAS_HEADERS = {
 """Session headers of other products. They pass to the engine as well: it may know them."""
 
 _PATH = re.compile(rb"((?:/(?:episodes|tasks|batches|agents)/[^/]*)+)(/.*)", re.DOTALL)
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_KEY_PREFIX = "lk-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +136,6 @@ def _text(value: bytes) -> str:
         return value.decode().strip()
     except UnicodeDecodeError:
         return value.decode("latin-1").strip()
-
-
-def _fault(name: str) -> str | None:
-    if not name:
-        return "is empty"
-    if len(name) > MAX_NAME_CHARS:
-        return f"is longer than {MAX_NAME_CHARS} characters"
-    if _UNPRINTABLE.search(name):
-        return "has control characters"
-    if not name.isascii() and _SURROGATE.search(name):
-        return "has half characters (lone surrogates)"
-    if name.startswith(_KEY_PREFIX) and is_episode_key(name.encode()):
-        return "is an episode key; send it as the API key"  # a name is written to the log, a key never
-    return None
 
 
 def checked_name(name: str) -> str:

@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..records import CallKind, CallStatus, EpisodeStatus, now_ms
 from .episodes import end_episode, locked
 from .events import add_event
+from .names import require_name
 from .placement import insert_episodes, write_rows
 from .schema import calls, choices, episodes, manifest_episodes
 from .statements import chunks, optional_text, storable_json, storable_text
@@ -78,9 +79,12 @@ def assign_calls(
     episode has been in a step's manifest: what was trained stays what it was.
     """
     wanted = list(dict.fromkeys(map(storable_text, call_ids)))
+    if agent is not None:
+        require_name("the agent's name", agent)
     if not wanted:
         raise UserError("no call was named; `lightning episodes list --unattributed` shows them")
     if create:
+        require_name("the episode's name", episode_id)
         insert_episodes(conn, {storable_text(episode_id): now_ms()})
     row = locked(conn, episode_id)
     step = conn.execute(

@@ -20,7 +20,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from ..errors import UnknownEpisodeError, UserError
-from ..records import CallStatus, now_ms
+from ..records import CallStatus, EpisodeStatus, now_ms
 from .collect import collect_chains
 from .curation import OPEN_CALL_HOLDS_MS
 from .database import Database
@@ -43,7 +43,8 @@ from .statements import chunks, existing, storable_text
 CALLS_PER_LOCK = 200
 """Calls deleted in one transaction, unless one episode has more: writers wait some 50 ms for it."""
 
-RUNNING = "a call of it is running"
+RUNNING = "a call of it is under way (one without an answer counts as cut off after an hour)"
+NOT_ENDED = "it has not ended, so it has no age yet; end it, or delete it with --episode alone"
 PLANNED = "a training step that has not run yet is to train it"
 
 _PRUNE_KEY = 0x4C49_4748_5450  # names the Postgres advisory lock of a running prune or import
@@ -53,7 +54,7 @@ _KEPT = {table.name for table in (manifest_episodes, manifest_choices)}
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is to go: all that is said must hold. An episode is as old as its last call or end."""
+    """What is to go: all that is said must hold. An ended episode is as old as its last call or end."""
 
     before_ms: int | None = None
     episode_ids: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ def plan(database: Database, selection: Selection) -> Pruned:
     with database.read() as conn:
         _require_named(conn, selection)
         for names in _pages(conn, selection):
-            going, left_out = _ready(conn, names)
+            going, left_out = _ready(conn, names, selection)
             found.left_out.update(left_out)
             found.rows.update(_count(conn, calls.c.episode_id, going))
             found.rows["episodes"] += len(going)
@@ -159,7 +160,9 @@ def _of_bin(selection: Selection) -> list[sa.ColumnElement[bool]]:
     return where
 
 
-def _ready(conn: sa.Connection, names: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+def _ready(
+    conn: sa.Connection, names: Sequence[str], selection: Selection
+) -> tuple[list[str], dict[str, int]]:
     """Those that may go now, and how many may not, by reason."""
     since = now_ms() - OPEN_CALL_HOLDS_MS
     under_way = sa.select(calls.c.episode_id).where(
@@ -181,10 +184,18 @@ def _ready(conn: sa.Connection, names: Sequence[str]) -> tuple[list[str], dict[s
             runs.c.status == "running",
         )
     )
+    not_ended = sa.select(episodes.c.id).where(
+        episodes.c.id.in_(names), episodes.c.status == EpisodeStatus.RUNNING.value
+    )
     running = set(conn.execute(under_way).scalars())
     waiting = set(conn.execute(planned).scalars()) - running
-    going = [name for name in names if name not in running and name not in waiting]
-    return going, {RUNNING: len(running), PLANNED: len(waiting)}
+    ageless = set() if selection.before_ms is None else set(conn.execute(not_ended).scalars())
+    ageless -= running | waiting
+    staying = running | waiting | ageless
+    counts = {RUNNING: len(running), PLANNED: len(waiting), NOT_ENDED: len(ageless)}
+    return [name for name in names if name not in staying], {
+        reason: count for reason, count in counts.items() if count
+    }
 
 
 def _count(conn: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> dict[str, int]:
@@ -224,7 +235,7 @@ def _delete_episodes(conn: sa.Connection, names: Sequence[str], selection: Selec
         episodes.c.id.in_(names), *_of_episodes(selection)
     )
     locked = {row.id: row.group_id for row in conn.execute(query.order_by(episodes.c.id).with_for_update())}
-    going, left_out = _ready(conn, list(locked))
+    going, left_out = _ready(conn, list(locked), selection)
     done.left_out.update(left_out)
     _delete_calls(
         conn, conn.execute(sa.select(calls.c.id).where(calls.c.episode_id.in_(going))).scalars().all(), done

@@ -18,7 +18,9 @@ def prune(
     *,
     older_than: Annotated[
         str | None,
-        typer.Option(help="Days, or 12h, 7d, 2026-11-30: episodes that ended before, unused since."),
+        typer.Option(
+            help="Days, or 12h, 7d, 2026-11-30: episodes that ended before, unused since; running ones stay."
+        ),
     ] = None,
     episode: Annotated[list[str] | None, typer.Option(help="This episode; repeat for several.")] = None,
     policy: Annotated[str | None, typer.Option(help="Episodes that began with this policy.")] = None,

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def doctor(
     *,
     sample: Annotated[
-        int, typer.Option(min=0, help="Newest episodes whose turns are compared for prefix drift; 0: none.")
+        int,
+        typer.Option(
+            min=0, max=100_000, help="Newest episodes whose turns are compared for prefix drift; 0: none."
+        ),
     ] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     db: DbOption = DEFAULT_DB,

@@ -19,7 +19,7 @@ from lightning_rl.store import append, collect, read, runs
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
 from lightning_rl.store.keys import EpisodeKey, add_episode_key
-from lightning_rl.store.prune import PLANNED, RUNNING, Selection, only_one, plan, prune
+from lightning_rl.store.prune import NOT_ENDED, PLANNED, RUNNING, Selection, only_one, plan, prune
 from lightning_rl.store.schema import calls, episodes, groups
 from lightning_rl.store.verify import verify
 
@@ -55,6 +55,13 @@ def test_everything_old_goes_and_what_was_trained_stays_known(database: Database
     before = rows_by_table(database)
     assert delete(database, before_ms=now_ms() - 60_000) == {}
     assert rows_by_table(database) == before
+    planned = plan(database, Selection(before_ms=now_ms() + 60_000))
+    with database.write() as conn:
+        running = conn.execute(sa.select(episodes.c.id).where(episodes.c.status == "running")).scalars().all()
+        assert planned.left_out == {NOT_ENDED: len(running)}
+        for name in running:
+            append.end_episode(conn, name, by="api")
+    before["events"] = rows_by_table(database)["events"]
     deleted = delete(database, before_ms=now_ms() + 60_000)
     after = rows_by_table(database)
     for table, rows in before.items():

@@ -85,6 +85,13 @@ def test_tags_assignments_kinds_and_used_answers(database: Database) -> None:
     assert "choose one of policy, side" in error("calls", "kind", "title", "c1")
 
 
+def test_a_new_episode_gets_no_name_that_a_path_could_not_carry(database: Database) -> None:
+    for name, words in (("", "is empty"), ("x" * 300, "longer than 256"), ("a\nb", "control characters")):
+        assert words in error("episodes", "assign", name, "u1", "--create")
+        assert words in error("episodes", "assign", "ep", "u1", "--agent", name)
+    assert len(episode(database).calls) == 1
+
+
 def test_the_same_through_the_api_of_the_proxy(tmp_path: Path) -> None:
     with running_proxy(tmp_path, idle_timeout_sec=None) as running:
 
@@ -98,6 +105,7 @@ def test_the_same_through_the_api_of_the_proxy(tmp_path: Path) -> None:
         assert post("/episodes/a/b/end", {"status": "excluded"})[0] == 200
         assert post("/episodes/a/b/include", {"note": "fine"})[1]["status"] == "ended"
         assert post("/episodes/a/b/tags", {"set": {"k": "v", "l": "w"}, "remove": ["l"]})[0] == 200
+        assert post("/episodes/" + "y" * 300 + "/calls", {"calls": ["u1"], "create": True})[0] == 400
         assert post("/episodes/a/b/calls", {"calls": ["u1"]})[1]["ordinals"] == [1]
         assert post("/episodes/a/b/calls", {"calls": ["u1"]})[0] == 400
         assert post("/calls/c1/kind", {"kind": "side"})[0] == 200

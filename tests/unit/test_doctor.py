@@ -56,6 +56,11 @@ def test_an_empty_log_is_no_error(database: Database) -> None:
     assert "0 calls: none in an episode" in run()
 
 
+def test_a_sample_has_bounds(database: Database) -> None:
+    result = CliRunner().invoke(app, ["--sample", "99999999999999999999"])
+    assert result.exit_code == 2, result.output
+
+
 def test_shares_and_reasons_add_up(database: Database) -> None:
     greedy = choice(quarantine=Quarantine.TEMPERATURE_ZERO)
     lost = choice(quarantine=Quarantine.COUNT_MISMATCH)

@@ -73,6 +73,16 @@ def test_age_is_days_or_a_date(database: Database) -> None:
     assert "1 episodes" in run("--older-than", "2200-01-01").output
 
 
+def test_running_episodes_have_no_age_and_are_counted(database: Database) -> None:
+    write(database, intent("c", "going-on"), end("c", [1], choice([2], [-0.5])))
+    with database.write() as conn:
+        conn.exec_driver_sql("UPDATE episodes SET created_at_ms = 1, last_call_at_ms = 1")
+    result = run("--older-than", "1s", "--yes")
+    assert "deleted nothing" in result.output
+    assert "left out: 1 episode: it has not ended" in result.output
+    assert "1 episodes" in run("--episode", "going-on").output, "named, it goes"
+
+
 def test_mistakes_get_one_line_and_delete_nothing(database: Database) -> None:
     fill(database)
     before = rows_by_table(database)

@@ -1,0 +1,44 @@
+"""What can be the name of an episode, a task, a batch, an agent or a source, and the key of a tag.
+
+One rule for every way in: a path, a header, a body, the API, a command, a file.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import UserError
+
+MAX_NAME_CHARS = 256
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_EPISODE_KEY = re.compile(r"lk-[A-Za-z0-9_-]{43}")
+
+
+def name_fault(name: str) -> str | None:
+    """Why it can't be a name, in words that follow it."""
+    if not name:
+        return "is empty"
+    if len(name) > MAX_NAME_CHARS:
+        return f"is longer than {MAX_NAME_CHARS} characters"
+    if _UNPRINTABLE.search(name):
+        return "has control characters"
+    if not name.isascii() and _SURROGATE.search(name):
+        return "has half characters (lone surrogates)"
+    if name.startswith("lk-") and _EPISODE_KEY.fullmatch(name):
+        return "is an episode key; send it as the API key"  # a name is written to the log, a key never
+    return None
+
+
+def require_name(where: str, name: str) -> str:
+    """UserError for what can't be a name."""
+    fault = name_fault(name)
+    if fault is not None:
+        raise UserError(f"{where} {fault}")
+    return name
+
+
+def tag_key_fault(key: str) -> str | None:
+    """As of a name; and no quote, which no filter by tag could look for."""
+    return 'has a "' if '"' in key else name_fault(key)

@@ -9,6 +9,7 @@ that holds it has been committed. Entries that nobody waits for ride along, at t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -206,6 +207,7 @@ class Recorder:
             self._write(batch)
             self._batch_since = None
             self._forget(batch)
+            self._mark_gaps()
 
     def _prepare_all(self, batch: list[_Waiting], prepare: Callable[[LogEntry], LogEntry]) -> None:
         """Once for each entry, however often it is written. What can't be prepared is not written at all."""
@@ -259,8 +261,11 @@ class Recorder:
                     logger.warning("the log can be written again")
                     self._fault = None
                 self._batch_since = None  # before anybody is told that it is done
-                if self._observe is not None:
-                    self._observe(entries, noted)
+                try:
+                    if self._observe is not None:
+                        self._observe(entries, noted)
+                except Exception:  # it is in the log: whoever counts wrongly must not end the recording
+                    logger.exception("what was recorded could not be counted")
                 self._resolve(batch, None)
                 return
 
@@ -276,6 +281,12 @@ class Recorder:
                     self._mark(conn, episode, source="recorder", note="a call was served but not recorded")
             self._gaps.difference_update(gaps)
         return noted
+
+    def _mark_gaps(self) -> None:
+        """Of what has just been given up: no other batch may come, and the episode must not be trained."""
+        if self._gaps:
+            with contextlib.suppress(LightningError):  # then with the next batch
+                self._commit([])
 
     def _failed(self, batch: list[_Waiting], reason: str) -> None:
         if self._fault is None:

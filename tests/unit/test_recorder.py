@@ -363,3 +363,31 @@ def test_a_locked_sqlite_file_is_waited_for(tmp_path: Path, caplog: pytest.LogCa
     finally:
         other.close()
         database.close()
+
+
+def test_the_gap_of_the_last_entry_of_all_is_marked() -> None:
+    database = FakeDatabase(poison=lambda entry: isinstance(entry, CallEnd))
+
+    async def work(recorder: Recorder) -> None:
+        recorder.put(intent("a", "torn"))
+        recorder.put(end("a"))
+
+    assert with_recorder(database, work).num_lost == 1
+    assert database.gaps == ["torn"]
+
+
+def test_whoever_counts_wrongly_does_not_end_the_recording() -> None:
+    database = FakeDatabase()
+
+    def observe(*_: Any) -> None:
+        raise ValueError("a bug of the counter's")
+
+    async def run() -> None:
+        recorder = Recorder(database, append=database.append, mark=database.mark, observe=observe)
+        recorder.start()
+        for name in "ab":
+            await asyncio.wait_for(recorder.committed(end(name)), 10)
+        await recorder.stop()
+
+    asyncio.run(run())
+    assert len(database.entries) == 2

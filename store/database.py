@@ -40,6 +40,7 @@ class Database:
     def __init__(self, url: str, engine: sa.Engine) -> None:
         self.url = url
         self.engine = engine
+        self._writing = engine.execution_options(sqlite_begin="BEGIN IMMEDIATE")  # the same connections
         self._file: tuple[Path, tuple[int, int]] | None = None  # SQLite: the file, and which one it was
         self._wal: WalKeeper | None = None
 
@@ -91,8 +92,7 @@ class Database:
         wants to write fails without waiting when somebody else has written in between.
         """
         self._require_same_file()
-        with _one_line_errors(self.url), self.engine.connect() as conn:
-            conn.execution_options(sqlite_begin="BEGIN IMMEDIATE")
+        with _one_line_errors(self.url), self._writing.connect() as conn:
             with conn.begin():
                 yield conn
             if self._wal is not None:
@@ -196,7 +196,9 @@ def _set_pragmas(connection: Any, _record: Any) -> None:
 
 
 def _begin(conn: sa.Connection) -> None:
-    conn.exec_driver_sql(conn.get_execution_options().get("sqlite_begin", "BEGIN"))
+    # Straight to the driver: it is the first statement of every transaction.
+    connection: Any = conn.connection.driver_connection
+    connection.execute(conn.get_execution_options().get("sqlite_begin", "BEGIN"))
 
 
 def _switch_to_wal(engine: sa.Engine) -> None:

@@ -206,7 +206,7 @@ def test_the_trainer_s_reads_never_scan_calls_and_are_few(tmp_path: Path) -> Non
     sa.event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append((a[2], a[3])))
     with database.read() as conn:
         assert len(read.load_episodes(conn, names)) == 64
-    assert len(statements) == 1 + 5  # BEGIN; episodes, calls, choices, token blocks, rewards
+    assert len(statements) == 5  # episodes, calls, choices, token blocks, rewards
     with database.read() as conn:
         (group,) = read.trainable_group_ids(conn, policy="policy", run_id="r")
         read.load_groups(conn, [group])

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ..records import CallEnd, CallKind, CallStatus, Quarantine, now_ms
 from .events import add_event
-from .schema import calls, choices
+from .schema import calls, choices, events
 from .statements import insert_missing
 
 NO_INTENT = "missing_intent"
@@ -68,8 +68,13 @@ def complete_stub(conn: sa.Connection, row: dict[str, Any]) -> None:
         .values({name: value for name, value in row.items() if name != "id"})
     )
     if row["unrecordable"] is None:
-        conn.execute(
-            choices.update()
-            .where(choices.c.call_id == row["id"], choices.c.quarantine == Quarantine.UNRECORDABLE.value)
-            .values(quarantine=None)
-        )
+        ours = (choices.c.call_id == row["id"], choices.c.index.in_(_quarantined_by_us(conn, row["id"])))
+        conn.execute(choices.update().where(*ours).values(quarantine=None))
+
+
+def _quarantined_by_us(conn: sa.Connection, call_id: str) -> list[int]:
+    """Choices that had no other reason."""
+    query = sa.select(events.c.value).where(
+        events.c.subject == "call", events.c.subject_id == call_id, events.c.kind == NO_INTENT
+    )
+    return [index for said in conn.execute(query).scalars() for index in said["quarantined"]]

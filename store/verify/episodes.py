@@ -8,13 +8,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ...records import EpisodeStatus
+from ...records import EpisodeStatus, Purpose, RewardTarget
 from ..placement import group_id
 from ..schema import calls, choices, episodes, events, groups, policy_versions, rewards
 from ..statements import existing
 from .report import REPORT, RESTORE, Findings
 
 _STATUSES = tuple(status.value for status in EpisodeStatus)
+_PURPOSES = frozenset(purpose.value for purpose in Purpose)
+_TARGETS = frozenset(target.value for target in RewardTarget)
 
 
 def check_groups(conn: sa.Connection, findings: Findings) -> None:
@@ -41,6 +43,8 @@ def _check_episode(row: sa.Row[Any], newest: str | None, has_gap: bool, findings
     def wrong(what: str, todo: str = REPORT) -> None:
         findings.fault("episodes", row.id, what, todo)
 
+    if row.purpose not in _PURPOSES:
+        wrong(f"its purpose is {row.purpose!r}", RESTORE)
     if row.status not in _STATUSES:
         wrong(f"its status is {row.status!r}", RESTORE)
     elif row.status != (newest or EpisodeStatus.RUNNING.value):
@@ -121,6 +125,8 @@ def _check_reward(row: sa.Row[Any], findings: Findings) -> None:
     def wrong(what: str, todo: str = RESTORE) -> None:
         findings.fault("rewards", row.id, what, todo)
 
+    if row.target not in _TARGETS:
+        wrong(f"its target is {row.target!r}")
     if not math.isfinite(row.value):
         wrong(f"its value is {row.value}")
     if row.call_id is not None and row.owner is None:

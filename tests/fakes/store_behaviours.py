@@ -162,11 +162,13 @@ def test_a_batch_that_is_retried_doubles_nothing(database: Database) -> None:
 
 @behaviour
 def test_an_end_without_its_intent_is_kept_and_completed_later(database: Database) -> None:
-    write(database, end("c1", [4, 5], choice(), choice(index=1, quarantine=Quarantine.PENALTIES)))
+    own = choice(index=2, quarantine=Quarantine.UNRECORDABLE)  # a reason that no intent takes away
+    write(database, end("c1", [4, 5], choice(), choice(index=1, quarantine=Quarantine.PENALTIES), own))
     with database.read() as conn:
         call = read.calls_by_upstream_ids(conn, ["chatcmpl-c1"])["chatcmpl-c1"]
     assert (call.episode_id, call.ordinal, call.prompt_ids.tolist()) == ("", -1, [4, 5])
-    assert [one.quarantine for one in call.choices] == [Quarantine.UNRECORDABLE, Quarantine.PENALTIES]
+    unrecordable, penalties = Quarantine.UNRECORDABLE, Quarantine.PENALTIES
+    assert [one.quarantine for one in call.choices] == [unrecordable, penalties, unrecordable]
     assert event_kinds(database, "call", "c1") == ["missing_intent"]
 
     write(database, CallDelivered("c2", True), intent("c1"))
@@ -174,7 +176,7 @@ def test_an_end_without_its_intent_is_kept_and_completed_later(database: Databas
         (call,) = read.load_episodes(conn, ["ep"])[0].calls
         stub = conn.execute(sa.select(calls.c.delivered).where(calls.c.id == "c2")).scalar_one()
     assert (call.ordinal, call.status, call.policy) == (0, CallStatus.COMPLETE, "policy")
-    assert [one.quarantine for one in call.choices] == [None, Quarantine.PENALTIES]
+    assert [one.quarantine for one in call.choices] == [None, penalties, unrecordable]
     assert stub is True
 
 

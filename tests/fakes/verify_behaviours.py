@@ -127,6 +127,14 @@ def test_each_fault_is_found_with_its_row(database: Database) -> None:
             rewards.update().where(rewards.c.id == "r-judge2").values(supersedes="x"),
             ("rewards", "r-judge2", "'x'"),
         ),
+        (
+            rewards.update().where(rewards.c.id == "r-a0").values(target="mood"),
+            ("rewards", "r-a0", "target is 'mood'"),
+        ),
+        (
+            episodes.update().where(episodes.c.id == "a0").values(purpose="fun"),
+            ("episodes", "a0", "purpose is 'fun'"),
+        ),
         (rewards.delete().where(rewards.c.id == "r-a0"), ("manifest_episodes", "run/0/a0", "'r-a0'")),
         (
             manifest_choices.update().where(manifest_choices.c.call_id == "a0.1").values(choice_index=5),

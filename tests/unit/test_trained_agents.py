@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import tiny_models
 from fakes.episodes import call, choice, episode, group
-from fakes.reference_loss import CLIP_HIGH, CLIP_LOW, loss_by_hand
+from fakes.reference_loss import CLIP, loss_by_hand
 
 from lightning_rl.trainer.batch import tree_batches
 from lightning_rl.trainer.credit.registry import configure
@@ -62,7 +62,7 @@ def test_the_other_roles_tokens_have_no_gradient(tmp_path):
 
     torch.manual_seed(0)
     model = tiny_models.qwen3()
-    bridge = BridgeSettings(tmp_path, 1e-3, CLIP_LOW, CLIP_HIGH, 1.0, 0, on_gpu=False, bfloat16=False)
+    bridge = BridgeSettings(tmp_path, 1e-3, CLIP, 1.0, 0, on_gpu=False, bfloat16=False)
     trainer = RecordedTrainer(model, tiny_models.tokenizer(), bridge)
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = 1

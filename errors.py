@@ -14,6 +14,11 @@
 Invariants are `assert`; a traceback is a bug of ours.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 
 class LightningError(Exception):
     """Base of all. `str(error)` is one line: what is wrong, where, and what to do next."""
@@ -53,3 +58,42 @@ class EngineError(LightningError):
 
 class PublishError(EngineError):
     """A policy version could not be loaded, probed or made live."""
+
+
+_PLAIN_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a field of this request",
+    "string_type": "must be text",
+    "string_unicode": "must be text without half characters (lone surrogates)",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "is too large",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "too_short": "must have at least {min_length}",
+    "too_long": "must have at most {max_length}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "{error}",
+}
+"""By pydantic's type of error; a type that is not here keeps pydantic's own sentence."""
+
+
+def plain_words(fault: Mapping[str, Any]) -> str:
+    """What is wrong with a value, as it reads behind the value's name; one of a ValidationError's errors."""
+    text = _PLAIN_WORDS.get(str(fault["type"]))
+    return str(fault["msg"]) if text is None else text.format(**fault.get("ctx", {}))

@@ -40,7 +40,8 @@ from .records import CallKind
 DEFAULT_DB = "sqlite:///lightning.db"
 
 
-def _root_url(url: str) -> str:
+def root_url(url: str) -> str:
+    """Without /v1 and slashes at its end. ValueError for what is no address."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -70,7 +71,7 @@ def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(urls))
 
 
-RootUrl = Annotated[str, AfterValidator(_root_url)]
+RootUrl = Annotated[str, AfterValidator(root_url)]
 RootUrls = Annotated[tuple[RootUrl, ...], NoDecode, BeforeValidator(_listed), AfterValidator(_distinct)]
 
 _file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)

@@ -8,13 +8,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import UserError
+from ..errors import UserError, plain_words
 from ..records import Reward, RewardTarget, new_id, now_ms
+from .names import name_fault
+from .statements import storable_text
 
 _INT32 = 2**31 - 1
+
+
+def _checked_name(name: str) -> str:
+    fault = name_fault(name)
+    if fault is not None:
+        raise ValueError(fault)
+    return name
+
+
+def _checked_text(text: str) -> str:
+    if storable_text(text) != text:
+        raise ValueError("has a NUL or half characters (lone surrogates)")
+    return text
 
 
 class RewardLine(BaseModel):
@@ -23,9 +39,9 @@ class RewardLine(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     episode: str = Field(min_length=1)
-    value: float = Field(allow_inf_nan=False)
+    value: float = Field(allow_inf_nan=False, strict=True)
     id: str | None = Field(None, min_length=1, max_length=128, description="Made up if left out.")
-    source: str | None = Field(None, min_length=1)
+    source: Annotated[str, AfterValidator(_checked_name)] | None = None
     final: bool | None = Field(
         None, description="Whether it ends the episode; by default a reward about the whole episode does."
     )
@@ -34,7 +50,7 @@ class RewardLine(BaseModel):
     choice: int | None = Field(None, ge=0, le=_INT32)
     token_start: int | None = Field(None, ge=0, le=_INT32)
     token_end: int | None = Field(None, ge=0, le=_INT32)
-    note: str | None = None
+    note: Annotated[str, AfterValidator(_checked_text)] | None = None
     supersedes: str | None = None
     created_at_ms: int | None = Field(
         None, ge=0, le=2**62, description="When it was given; now, if left out."
@@ -94,16 +110,21 @@ def read_lines(lines: Iterable[str], default_source: str) -> list[NumberedReward
 def _parsed(number: int, text: str) -> RewardLine:
     try:
         doc = json.loads(text)
-    except ValueError as error:
+    except RecursionError:
+        raise UserError(f"line {number} is nested too deep for a reward; nothing was written") from None
+    except json.JSONDecodeError as error:
         raise UserError(f"line {number} is no JSON: {error}; nothing was written") from None
+    except ValueError:  # Python's limit of digits
+        raise UserError(f"line {number} has a number of too many digits; nothing was written") from None
     try:
         return RewardLine.model_validate(doc)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
-        said = f"{where}: {fault['msg']}" if where else fault["msg"]
-        if fault["type"] == "extra_forbidden":
-            said = f"there is no field {where!r}; the fields: {', '.join(RewardLine.model_fields)}"
+        said = f"field {where!r} {plain_words(fault)}" if where else "a line is one JSON object"
+        unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
+        if unknown:
+            said = f"there is no field {unknown[0]!r}; the fields: {', '.join(RewardLine.model_fields)}"
         raise UserError(f"line {number}: {said}; nothing was written") from None
 
 

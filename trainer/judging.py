@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..records import Reward, RewardTarget, new_id, now_ms
+from ..settings import root_url
 from ..store.database import Database
 from ..store.episodes import add_reward
 from ..store.seen import JudgeAccess, SeenEpisode, load_seen
@@ -98,7 +99,10 @@ class JudgingReport:
 
 def judge_access(proxy_url: str, token: str | None) -> JudgeAccess:
     """The proxy's address for a judge's calls."""
-    root = proxy_url.rstrip("/").removesuffix("/v1")
+    try:
+        root = root_url(proxy_url)
+    except ValueError as error:
+        raise UserError(f"--proxy-url {proxy_url!r}: {error}") from None
     return JudgeAccess(f"{root}/agents/{JUDGE_AGENT}/v1", token or "none")
 
 
@@ -113,7 +117,7 @@ def find_judge(name: str) -> Judge:
         found: Any = import_module(module)
     except ModuleNotFoundError as error:
         raise UserError(f"no module {error.name!r} for {name!r}; run this where it can be imported") from None
-    except Exception as error:  # noqa: BLE001  (a person's own module: whatever it raises is one line)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a person's own module: whatever it raises is one line)
         raise UserError(f"module {module!r} can't be imported: {_one_line(error)}") from None
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -178,7 +182,7 @@ class _Judging:
             rewards = tuple(judgement.reward(name, self.source) for judgement in judgements(said))
             if self.write and rewards:
                 await self._in_thread(self._keep, rewards)
-        except Exception as error:  # noqa: BLE001  (a person's own function: it fails for this episode alone)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a person's own function: it fails for this episode alone)
             return Judged(name, failure=_one_line(error))
         return Judged(name, rewards)
 

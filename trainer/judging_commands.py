@@ -48,11 +48,12 @@ def run_judge(
     from rich.progress import Progress
 
     from ..store.database import Database
+    from ..store.names import require_name
     from ..store.reward_rows import unjudged_episodes
     from .judging import find_judge, judge_access, judge_all
 
     function = find_judge(judge)
-    named = source or judge.partition(":")[2]
+    named = require_name("--source", judge.partition(":")[2] if source is None else source)
     access = None if proxy_url is None else judge_access(proxy_url, proxy_token)
     database = Database.open(db, must_exist=True)
     try:

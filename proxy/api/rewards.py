@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
 
 from ...errors import UserError
 from ...records import Reward
@@ -27,7 +26,6 @@ class NewReward(RewardLine):
     """What is rewarded follows from what is named: the episode, an agent in it, a call, tokens of a call."""
 
     episode: Name
-    value: float = Field(allow_inf_nan=False)
     source: Name = DEFAULT_SOURCE
     agent: Name | None = None
 

@@ -33,6 +33,8 @@ def export(
     from ..transfer import FORMATS, Part, count_selected, export_log
     from .times import moment_ms
 
+    if str(target) == "-":
+        raise UserError("an export is a file or a folder, not standard output; name a file")
     if form not in FORMATS:
         raise UserError(f"--format {form!r}: write {' or '.join(FORMATS)}")
     part = Part(

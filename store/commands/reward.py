@@ -64,6 +64,7 @@ def reward(
     from ...errors import UserError
     from ..append import add_reward
     from ..database import Database
+    from ..names import require_name
     from ..reward_lines import RewardLine
     from ..rewards import EPISODE, part_of
 
@@ -72,6 +73,7 @@ def reward(
     if call is None and (choice is not None or tokens is not None):
         raise UserError("--choice and --tokens are about a call: name it with --call")
     start, end = (None, None) if tokens is None else _range(tokens)
+    require_name("--source", source)
     row = RewardLine.model_construct(
         episode=episode,
         value=value,

@@ -28,8 +28,10 @@ def import_file(
 
     from ...errors import UserError
     from ..database import Database
+    from ..names import require_name
     from ..reward_lines import read_lines
     from ..reward_rows import import_rewards
+    from .tables import count_words
 
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
@@ -37,7 +39,8 @@ def import_file(
         raise UserError(f"can't read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{file} is no UTF-8 text") from None
-    numbered = read_lines(text.splitlines(), source)
+    require_name("--source", source)
+    numbered = read_lines(text.removeprefix("\ufeff").splitlines(), source)
     database = Database.open(db, must_exist=True)
     try:
         with database.write() as conn:
@@ -47,8 +50,9 @@ def import_file(
     if as_json:
         typer.echo(json.dumps({"added": found.added, "known": found.known}))
         return
-    known = f", {found.known} were in the log already" if found.known else ""
-    typer.echo(f"{found.added} rewards added{known}")
+    verb = "was" if found.known == 1 else "were"
+    known = f", {found.known} {verb} in the log already" if found.known else ""
+    typer.echo(f"{count_words(found.added, 'reward')} added{known}")
 
 
 def show_rewards(

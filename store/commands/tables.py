@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def count_words(count: int, word: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def terminal() -> Console:
     """As wide as the terminal; for a file or a pipe as wide as the longest line."""
     from rich.console import Console

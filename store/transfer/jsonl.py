@@ -98,6 +98,8 @@ def _line(file: Path, number: int, text: bytes) -> dict[str, Any]:
             line = json.loads(text) if _LONG_NUMBER.search(text) else orjson.loads(text)
         except orjson.JSONDecodeError:
             line = json.loads(text)  # takes halves of surrogate pairs, which an engine may send
+    except RecursionError:
+        raise UserError(f"{file}, line {number}: nested too deep for a row; nothing was imported") from None
     except ValueError as error:
         raise UserError(f"{file}, line {number}: {error}; nothing was imported, export it anew") from None
     if not isinstance(line, dict):

@@ -23,9 +23,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         ("/rewards", '{"episode": "x", "value": "much"}', "field 'value' must be a number, not \"much\""),
         (
             "/rewards",
-            '{"episode": "x", "value": true, "choice": -1}',
+            '{"episode": "x", "value": 1, "choice": -1}',
             "field 'choice' must be at least 0, not -1",
         ),
+        ("/rewards", '{"episode": "x", "value": true}', "field 'value' must be a number, not true"),
         ("/rewards", '{"episode": "x", "value": null}', "field 'value' must be a number, not null"),
         (
             "/rewards",
@@ -52,7 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         (
             "/rewards",
             '{"episode": "x", "value": "\\ud800"}',
-            "field 'value' must be text without half characters (lone surrogates), not \"?\"",
+            "field 'value' must be a number, not \"?\"",
         ),
         ("/rewards", "[1]", "the body must be an object, not [1]"),
         ("/rewards", "", "the body is missing"),

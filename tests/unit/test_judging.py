@@ -196,6 +196,9 @@ def shaky(seen):
         raise RuntimeError("broken")
     return [{"value": 0.5, "note": "half"}]
 
+def leaves(seen):
+    raise SystemExit(3)
+
 number = 3
 """
 
@@ -220,6 +223,10 @@ def test_the_command(log, tmp_path):
     assert told.exit_code == 0
     assert told.stdout == "good: 4 episodes judged, 4 rewarded (4 rows), 0 without an opinion, 0 failed\n"
     assert run("my_judges:good").stdout.startswith("good: 0 episodes judged")
+    left = run("my_judges:leaves")
+    assert "e0: SystemExit: 3" in left.stderr
+    assert (left.exit_code, rows(log, "e0")[-1].source) == (1, "good")
+    assert "--proxy-url 'nonsense': not a URL" in run("my_judges:good", "--proxy-url", "nonsense").stderr
     assert "1 not asked" in run("my_judges:shaky", "--source", "s2", "--limit", "3").stdout
 
 
@@ -230,11 +237,13 @@ def test_the_command(log, tmp_path):
         ("no_such_module:f", "no module 'no_such_module'"),
         ("my_judges:none", "has no function 'none'"),
         ("my_judges:number", "has no function 'number'"),
+        ("leaving_judges:f", "can't be imported: SystemExit"),
         ("bad_judges:f", "can't be imported: ZeroDivisionError"),
     ],
 )
 def test_a_function_that_is_not_there_is_one_line(log, tmp_path, name, message):
     (tmp_path / "my_judges.py").write_text(JUDGES)
     (tmp_path / "bad_judges.py").write_text("1 / 0")
+    (tmp_path / "leaving_judges.py").write_text("raise SystemExit(3)")
     with pytest.raises(UserError, match=message):
         find_judge(name)

@@ -75,13 +75,20 @@ def test_every_level_in_one_file(log, tmp_path):
     ("line", "message"),
     [
         ("{", r"line 2 is no JSON: .*; nothing was written"),
-        ("[1]", r"line 2: Input should be a valid dictionary.*"),
-        ({"value": 1}, r"line 2: episode: Field required"),
-        ({"episode": "a", "value": "NaN"}, r"line 2: value: .*finite"),
+        ("[1]", r"line 2: a line is one JSON object; nothing"),
+        ({"value": 1}, r"line 2: field 'episode' is missing"),
+        ({"episode": "a", "value": "NaN"}, r"line 2: field 'value' must be a number"),
         (
             {"episode": "a", "value": 1, "sorce": "x"},
             r"line 2: there is no field 'sorce'; the fields: episode, ",
         ),
+        ({"valeu": 1, "episode": "a"}, "line 2: there is no field 'valeu'; the fields"),
+        ({"episode": "a", "value": True}, "line 2: field 'value' must be a number"),
+        ({"episode": "a", "value": 1, "source": ""}, "line 2: field 'source' is empty"),
+        ({"episode": "a", "value": 1, "note": "a\x00b"}, "line 2: field 'note' has a NUL"),
+        ({"episode": "a", "value": 1, "note": "a\ud800b"}, "line 2: field 'note' has a NUL or half char"),
+        ("[" * 100_000, "line 2 is nested too deep"),
+        ('{"episode": "a", "value": ' + "1" * 5000 + "}", "line 2 has a number of too many digits"),
         ({"episode": "nobody", "value": 1}, r"line 2: no episode 'nobody' in the log.*; nothing was written"),
         ({"episode": "a", "value": 1, "call": "b1"}, r"line 2: episode 'a' has no call 'b1'"),
         ({"episode": "a", "value": 1, "supersedes": "x"}, r"line 2: episode 'a' has no reward 'x'"),
@@ -105,7 +112,7 @@ def test_an_id_makes_it_safe_to_import_twice(log, tmp_path):
         tmp_path, {"id": "r1", "episode": "a", "value": 1}, {"episode": "a", "value": 2, "agent": "planner"}
     )
     assert run("import", file).stdout == "2 rewards added\n"
-    assert run("import", file).stdout == "1 rewards added, 1 were in the log already\n"
+    assert run("import", file).stdout == "1 reward added, 1 was in the log already\n"
     assert len(rows(log, "a")) == 3  # the line without an id is another row
     other = file_of(tmp_path, {"episode": "b", "value": 1}, {"id": "r1", "episode": "a", "value": 0.5})
     result = run("import", other)
@@ -134,6 +141,19 @@ def test_of_two_lines_about_one_thing_the_later_is_newer(log):
     with log.write() as conn:
         import_rewards(conn, read_lines(lines, "x"))
     assert json.loads(run("show", "a", "--json").stdout)["value"] == 39.0
+
+
+def test_a_byte_order_mark_is_no_mistake(log, tmp_path):
+    file = tmp_path / "windows.jsonl"
+    file.write_text('{"episode": "a", "value": 1}\n', encoding="utf-8-sig")
+    assert run("import", str(file)).stdout == "1 reward added\n"
+
+
+def test_a_source_has_a_name(log, tmp_path):
+    file = file_of(tmp_path, {"episode": "a", "value": 1})
+    for arguments in (("import", file), ("a", "1"), ("run", "json:loads")):
+        assert "--source is empty" in run(*arguments, "--source", "").stderr
+    assert rows(log, "a") == ()
 
 
 def test_unreadable_files_are_one_line(log, tmp_path):

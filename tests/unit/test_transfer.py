@@ -52,12 +52,15 @@ def test_a_log_goes_into_another(database: Database, tmp_path: Path, form: str) 
 
 
 def test_mistakes_get_one_line(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").write_text("[" * 100_000)
     for arguments, kind, words in (
+        (["export", "-"], UserError, "name a file"),
         (["export", str(tmp_path / "x"), "--format", "csv"], UserError, "jsonl or parquet"),
         (["export", str(tmp_path / "log.db")], UserError, "exists already"),
         (["export", str(tmp_path / "no" / "x")], UserError, "there is no folder"),
         (["export", str(tmp_path / "x"), "--db", f"sqlite:///{tmp_path}/none.db"], StoreError, "no log at"),
         (["import", str(tmp_path / "none")], UserError, "there is no"),
+        (["import", str(tmp_path / "deep")], UserError, "line 1: nested too deep"),
         (["import", str(tmp_path / "log.db")], UserError, "nothing was imported"),
     ):
         result = run(*arguments)

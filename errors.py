@@ -4,6 +4,7 @@
     ├── UserError                  a mistake in a command, a setting or a file: exit code 2 or a 4xx
     │   ├── SettingsError          an unknown key, a value out of range
     │   ├── UnknownEpisodeError    no such episode in the log
+    │   ├── UnknownCallError       no such call in the log
     │   ├── NothingToTrainError    no rewarded episodes, no variance, everything excluded
     │   └── ModelMismatchError     a tokenizer or model that does not fit the engine or the log
     ├── StoreError                 the database can't be opened, written or understood
@@ -34,6 +35,10 @@ class SettingsError(UserError):
 
 class UnknownEpisodeError(UserError):
     """The log holds no episode of that name."""
+
+
+class UnknownCallError(UserError):
+    """The log holds no call, or no answer of a call, of that name."""
 
 
 class NothingToTrainError(UserError):

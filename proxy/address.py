@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 from ..errors import UserError
 from ..records import MALFORMED_MARK, Attribution
 from ..store.names import name_fault as _fault
+
+FORM = "the base URL is /episodes/EPISODE/v1, with /tasks/TASK, /batches/BATCH or /agents/AGENT before /v1"
 
 OUR_HEADERS = b"x-lightning-"
 """Headers with this prefix are ours: read here, never sent to the engine."""
@@ -28,6 +30,8 @@ _ALIAS_HEADERS = {
 """Session headers of other products. They pass to the engine as well: it may know them."""
 
 _PATH = re.compile(rb"((?:/(?:episodes|tasks|batches|agents)/[^/]*)+)(/.*)", re.DOTALL)
+_LIKE_OURS = re.compile(rb"/(?:episode|task|batch|batche|agent)s?(?:/|$)", re.IGNORECASE)
+"""How a path begins that names somebody, well or badly; no route of the engine's does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Address:
     tags: Mapping[str, str] | None = None
     faults: tuple[str, ...] = ()  # marks that can't be names, in words
     keys: tuple[bytes, ...] = field(default=(), repr=False)  # what stood in the API-key slots
+    names_task: bool = False  # the path names a task or a batch
 
     def with_key(self, episode_id: str, agent: str | None) -> Address:
         """And the API key was issued for this episode (and agent)."""
@@ -89,6 +94,7 @@ def read_address(
         _read_tags(ours[b"tags"]) if ours.get(b"tags") else None,
         tuple(faults),
         tuple(keys),
+        "tasks" in named or "batches" in named,
     )
 
 
@@ -112,16 +118,44 @@ def attribute(address: Address, body: Mapping[str, Any] | None) -> Attribution:
     return Attribution(episode, **names, tags=address.tags or {}, rule=rule, conflict="; ".join(said) or None)
 
 
+def without_episode(address: Address, found: Attribution) -> Attribution:
+    """Nothing names an episode. UserError where the path has forgotten it; else the call says what is odd.
+
+    An agent alone is nothing odd: judges and the like are outside of episodes.
+    """
+    if address.names_task:
+        raise UserError(f"the path names a task or a batch and nothing names the episode; {FORM}")
+    if found.task_id is None and found.batch is None:
+        return found
+    fault = "a task or a batch is named, but no episode"
+    said = found.conflict
+    if said is None or not said.startswith(MALFORMED_MARK):
+        return replace(found, conflict=MALFORMED_MARK + fault + (f"; {said}" if said else ""))
+    return replace(found, conflict=said.replace(MALFORMED_MARK, f"{MALFORMED_MARK}{fault}, ", 1))
+
+
+def misspelt(raw_path: bytes) -> str | None:
+    """For a path that leads nowhere: what it should have been, if it was meant for us."""
+    if _LIKE_OURS.match(raw_path) is None:
+        return None
+    return f"no such address; {FORM}"
+
+
 def _read_path(raw_path: bytes) -> tuple[dict[str, str], bytes]:
     match = _PATH.fullmatch(raw_path)
     if match is None:
         raise UserError("the path names an episode but no route: use /episodes/EPISODE/v1 as base URL")
-    segments = match.group(1).decode("latin-1").split("/")[1:]
+    segments = match.group(1).split(b"/")[1:]
     named: dict[str, str] = {}
-    for kind, quoted in zip(segments[::2], segments[1::2], strict=True):
+    for name, quoted in zip(segments[::2], segments[1::2], strict=True):
+        kind = name.decode()
         if kind in named:
             raise UserError(f"the path names two {kind}; name one")
-        named[kind] = _checked(f"the path segment after /{kind}/", unquote(quoted))
+        where = f"the path segment after /{kind}/"
+        try:
+            named[kind] = _checked(where, unquote_to_bytes(quoted).decode())
+        except UnicodeDecodeError:
+            raise UserError(f"{where} is no UTF-8 text; percent-encode the name's UTF-8 bytes") from None
     return named, match.group(2)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import aiohttp
 
-from ..errors import EngineError, StoreError
+from ..errors import EngineError, StoreError, UserError
 from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallMoved, CallStatus, now_ms
-from .address import attribute
+from .address import attribute, without_episode
 from .asking import Asking, give_engine
 from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
@@ -52,6 +52,12 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
     if attribution.episode_id is None and parts.inference is not None:
         conversation = request.doc if dialect == "chat" else None  # what is learned is learned of chats
         attribution = parts.inference.infer(attribution, incoming.headers, conversation)
+    if attribution.episode_id is None:
+        try:
+            attribution = without_episode(incoming.address, attribution)
+        except UserError as error:
+            await client.refuse(400, str(error))
+            return
     refusal = parts.recorder.refusal
     if refusal is not None:
         await client.refuse(503, f"the call can't be recorded: {refusal}", retry_after_sec=1)

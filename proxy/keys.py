@@ -22,6 +22,8 @@ from ..store.keys import EpisodeKey, find_episode_key
 
 _PREFIX = b"lk-"
 _KEY = re.compile(rb"lk-[A-Za-z0-9_-]{43}")
+_KEY_IN_QUERY = re.compile(rb"(?:^|&)(?:(?:api[_-]?key|access_token)=|[^&=]*=lk-)", re.IGNORECASE)
+_KEY_IN_URL = "the URL holds a key; send it in the header Authorization or X-Api-Key"
 KNOWN_FOR_SEC = 30.0
 """How long a look-up is trusted: a key that the log has lost (its episode was deleted) works no longer."""
 MAX_KNOWN = 16_384
@@ -66,13 +68,19 @@ def holds_token(keys: Iterable[bytes], token: bytes) -> bool:
     return any(matches)
 
 
+def check_query(query: bytes) -> None:
+    """The same by what it is called, before anybody is let in or not: so sent, it could let nobody in."""
+    if query and _KEY_IN_QUERY.search(query) is not None:
+        raise UserError(_KEY_IN_URL)
+
+
 def check_url(raw_path: bytes, query: bytes, token: bytes | None) -> None:
     """UserError for a key in the URL: it would travel to the engine, and into logs on the way."""
     if query or b"lk-" in raw_path or (token is not None and token in raw_path):
         url = raw_path + b"?" + query
         holds_token = token is not None and (token in query or token in raw_path.split(b"/"))
         if holds_token or (b"lk-" in url and _KEY.search(url) is not None):
-            raise UserError("the URL holds a key; send it in the header Authorization or X-Api-Key")
+            raise UserError(_KEY_IN_URL)
 
 
 class EpisodeKeys:

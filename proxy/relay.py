@@ -15,13 +15,13 @@ import aiohttp
 import orjson
 
 from ..errors import EngineError, StoreError, UserError
-from .address import Address, read_address
+from .address import Address, misspelt, read_address
 from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from .engines import EngineState
 from .exchange import serve_call
 from .incoming import Incoming, Parts
 from .inject import Injection, inject
-from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_url, holds_token, sent_keys
+from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_query, check_url, holds_token, sent_keys
 from .policies import Served
 from .request import read_request
 from .routes import Route, find_route, is_websocket_route
@@ -54,6 +54,10 @@ class Relay:
             return
         route = find_route(address.engine_path)
         if route is None:
+            hint = misspelt(scope["raw_path"])
+            if hint is not None:
+                await client.refuse(404, hint)
+                return
             # Word for word what the engine says of routes that it does not have.
             await client.send_json(404, {"detail": "Not Found"})
             return
@@ -95,6 +99,7 @@ class Relay:
 
     async def _admit(self, scope: Scope) -> tuple[Address, bool]:
         """Who is calling, and whether with the proxy's own token. Raises UserError, StoreError."""
+        check_query(scope["query_string"])
         sent = sent_keys(scope["headers"])
         key = await self._keys.find(sent)
         is_trusted = self._token is None or holds_token(sent, self._token)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from ..errors import UserError
+from ..errors import UnknownCallError, UserError
 from ..records import CallKind, CallStatus, EpisodeStatus, now_ms
 from .episodes import end_episode, locked
 from .events import add_event
@@ -123,7 +123,7 @@ def set_call_kind(
     found = _lock_calls(conn, wanted)
     for name in wanted:
         if name not in found:
-            raise UserError(f"no call {name!r} in the log; check its id and the database")
+            raise UnknownCallError(f"no call {name!r} in the log; check its id and the database")
     changed = [name for name in wanted if found[name].kind != kind.value]
     for name in changed:
         conn.execute(calls.update().where(calls.c.id == name).values(kind=kind.value))
@@ -139,7 +139,7 @@ def set_choice_used(
     at = (choices.c.call_id == name, choices.c.index == index)
     row = conn.execute(sa.select(choices.c.used).where(*at).with_for_update()).first()
     if row is None:
-        raise UserError(f"no choice {index} of a call {call_id!r} in the log")
+        raise UnknownCallError(f"no choice {index} of a call {call_id!r} in the log")
     if row.used is used:
         return
     conn.execute(choices.update().where(*at).values(used=used))
@@ -215,7 +215,7 @@ def _lock_calls(conn: sa.Connection, ids: Sequence[str]) -> dict[str, sa.Row[tup
 def _require_unattributed(wanted: Sequence[str], found: Mapping[str, sa.Row[tuple[object, ...]]]) -> None:
     for name in wanted:
         if name not in found:
-            raise UserError(
+            raise UnknownCallError(
                 f"no call {name!r} in the log; `lightning episodes list --unattributed` shows them"
             )
         if found[name].episode_id is not None:

@@ -26,6 +26,13 @@ def name_fault(name: str) -> str | None:
         return "has control characters"
     if not name.isascii() and _SURROGATE.search(name):
         return "has half characters (lone surrogates)"
+    return _taken(name)
+
+
+def _taken(name: str) -> str | None:
+    """Text that would do, if it did not mean something else already."""
+    if name in (".", ".."):
+        return "is no name: a path can't hold it"
     if name.startswith("lk-") and _EPISODE_KEY.fullmatch(name):
         return "is an episode key; send it as the API key"  # a name is written to the log, a key never
     return None

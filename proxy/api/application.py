@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ... import __version__
-from ...errors import LightningError, UnknownEpisodeError, UserError
+from ...errors import LightningError, UnknownCallError, UnknownEpisodeError, UserError
 from . import curation, episodes, metrics, policies, rewards, status
 from .context import ApiContext
-from .mistakes import one_line
+from .mistakes import one_line, refuse_unknown_query
 
 
 def create_api(context: ApiContext) -> FastAPI:
@@ -21,6 +21,7 @@ def create_api(context: ApiContext) -> FastAPI:
         openapi_url="/lightning/api/openapi.json",
         docs_url="/lightning/api/docs",
         redoc_url=None,
+        dependencies=[Depends(refuse_unknown_query)],
     )
     app.state.context = context
     for module in (episodes, curation, rewards, policies, status, metrics):
@@ -40,7 +41,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def _lightning_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, UnknownEpisodeError):
+    if isinstance(error, UnknownEpisodeError | UnknownCallError):
         return _error(404, str(error))
     if isinstance(error, UserError):
         return _error(400, str(error))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Query, Request
 from pydantic import AfterValidator
 from starlette.concurrency import run_in_threadpool
 
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 Name = Annotated[str, AfterValidator(checked_name)]
 """Of an episode, a task, a batch, an agent or a source: what a path or a header could carry, too."""
+
+TimeMs = Annotated[int, Query(ge=-(2**53), le=2**53)]
+ChoiceIndex = Annotated[int, Path(ge=0, le=2**31 - 1)]
+"""Numbers that a database holds."""
 
 FLUSH_TIMEOUT_SEC = 10.0
 

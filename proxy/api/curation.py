@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ...records import CallKind, EpisodeStatus, Purpose
 from ...store.curation import (
@@ -18,9 +18,20 @@ from ...store.curation import (
     untag_episode,
 )
 from ...store.listing import MAX_PAGE, EpisodeFilter, list_episodes, list_unattributed
-from .context import Context, Name
+from ...store.names import tag_key_fault
+from .context import ChoiceIndex, Context, Name, TimeMs
 
 router = APIRouter(prefix="/lightning/api", tags=["curation"])
+
+
+def _checked_key(key: str) -> str:
+    fault = tag_key_fault(key)
+    if fault is not None:
+        raise ValueError(fault)
+    return key
+
+
+TagKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Note(BaseModel):
@@ -34,7 +45,7 @@ class Note(BaseModel):
 class Tags(Note):
     """Tags to set, and keys to take off."""
 
-    set: dict[str, str] = Field(default_factory=dict)
+    set: dict[TagKey, str] = Field(default_factory=dict)
     remove: list[str] = Field(default_factory=list)
 
 
@@ -69,8 +80,8 @@ async def list_page(
     policy: str | None = None,
     agent: str | None = None,
     unrewarded: bool = False,
-    since_ms: int | None = None,
-    until_ms: int | None = None,
+    since_ms: TimeMs | None = None,
+    until_ms: TimeMs | None = None,
     limit: int = Query(50, ge=1, le=MAX_PAGE),
     after: str | None = None,
 ) -> dict[str, Any]:
@@ -131,6 +142,6 @@ async def kind(call: str, context: Context, body: Kind) -> dict[str, Any]:
 
 
 @router.post("/calls/{call}/choices/{index}/used")
-async def use(call: str, index: int, context: Context, body: Use) -> dict[str, Any]:
+async def use(call: str, index: ChoiceIndex, context: Context, body: Use) -> dict[str, Any]:
     await context.write(lambda conn: set_choice_used(conn, call, index, body.used, by="api", note=body.note))
     return {"call": call, "choice": index, "used": body.used}

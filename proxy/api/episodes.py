@@ -15,6 +15,7 @@ from ...store.read import load_episodes
 from ...store.rewards import resolve
 from ..keys import key_hash, new_key
 from .context import Context, Name
+from .curation import TagKey
 
 router = APIRouter(prefix="/lightning/api/episodes", tags=["episodes"])
 
@@ -29,7 +30,7 @@ class NewEpisode(BaseModel):
     batch: Name | None = None
     expected_size: int | None = Field(None, ge=1, le=2**31 - 1, description="Episodes in the group.")
     purpose: Purpose = Purpose.TRAIN
-    tags: dict[str, str] = Field(default_factory=dict)
+    tags: dict[TagKey, str] = Field(default_factory=dict)
 
 
 class EpisodeEnd(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_rl.errors import UserError
-from lightning_rl.proxy.address import attribute, read_address
+from lightning_rl.proxy.address import attribute, misspelt, read_address, without_episode
 from lightning_rl.proxy.keys import new_key
 
 
@@ -90,6 +90,10 @@ def test_agreeing_marks_do_not_conflict() -> None:
         (b"/episodes/" + b"x" * 257 + b"/v1/models", []),
         (b"/v1/models", [(b"x-lightning-episode", b"x" * 257)]),
         (b"/v1/models", [(b"x-lightning-agent", b"a\x01b")]),
+        (b"/episodes/%ff/v1/models", []),
+        (b"/episodes/%ed%a0%80/v1/models", []),
+        (b"/episodes/./v1/models", []),
+        (b"/v1/models", [(b"x-lightning-episode", b"..")]),
     ],
 )
 def test_what_can_not_be_a_name_is_refused_in_one_line(
@@ -136,3 +140,30 @@ def test_a_key_is_no_name() -> None:
     found = attribute(read_address(b"/v1/models", []), {"metadata": {"episode_id": key}})
     assert found.episode_id is None
     assert key not in str(found)
+
+
+def test_a_task_without_an_episode_is_told_and_in_a_path_refused() -> None:
+    address = read_address(b"/v1/models", [(b"x-lightning-task", b"t"), (b"x-lightning-episode", b"")])
+    found = without_episode(address, attribute(address, None))
+    assert found.task_id == "t"
+    assert found.conflict == (
+        "not a name: a task or a batch is named, but no episode, X-Lightning-Episode is empty"
+    )
+    address = read_address(b"/v1/models", [])
+    found = without_episode(address, attribute(address, {"metadata": {"batch": "b"}}))
+    assert found.conflict == "not a name: a task or a batch is named, but no episode"
+    address = read_address(b"/tasks/t/agents/a/v1/models", [])
+    with pytest.raises(UserError, match="/episodes/EPISODE/v1"):
+        without_episode(address, attribute(address, None))
+    address = read_address(b"/agents/judge/v1/models", [])
+    assert without_episode(address, attribute(address, None)).conflict is None
+
+
+@pytest.mark.parametrize("path", [b"/episode/a/v1/models", b"/episodes/a/foo/b/v1/models", b"/Tasks/t/v1"])
+def test_a_path_that_was_meant_for_us_is_told_the_form(path: bytes) -> None:
+    assert "the base URL is /episodes/EPISODE/v1" in str(misspelt(path))
+
+
+@pytest.mark.parametrize("path", [b"/nope", b"/v1/episodes/a", b"/tasksheet", b"/chat/completions"])
+def test_other_paths_are_the_engines(path: bytes) -> None:
+    assert misspelt(path) is None

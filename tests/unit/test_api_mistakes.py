@@ -78,3 +78,54 @@ def test_one_line(running: Running, path: str, body: str, message: str) -> None:
     answer = ask(running.url, f"/lightning/api{path}", body.encode())
     assert answer.status == 422
     assert json.loads(answer.body) == {"error": {"message": message}}
+
+
+HUGE = "9" * 23
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (
+            f"/episodes?since_ms={HUGE}",
+            None,
+            422,
+            f"field 'since_ms' must be at most {2**53}, not \"{HUGE}\"",
+        ),
+        (
+            f"/episodes?until_ms=-{HUGE}",
+            None,
+            422,
+            f"field 'until_ms' must be at least -{2**53}, not \"-{HUGE}\"",
+        ),
+        (
+            f"/calls/c/choices/{HUGE}/used",
+            '{"used": true}',
+            422,
+            f"field 'index' must be at most 2147483647, not \"{HUGE}\"",
+        ),
+        ("/episodes?tsk=t", None, 400, "query parameter 'tsk' is not one of this request's (after, agent, "),
+        ("/status?x=1", None, 400, "query parameter 'x' is not one of this request's (none)"),
+        ("/calls/c/kind", '{"kind": "judge"}', 404, "no call 'c' in the log; check its id and the database"),
+        ("/calls/c/choices/0/used", '{"used": true}', 404, "no choice 0 of a call 'c' in the log"),
+        ("/episodes/e/calls", '{"calls": ["c"], "create": true}', 404, "no call 'c' in the log; "),
+        ("/episodes/e/tags", '{"set": {"": "x"}}', 422, "a key of field 'set' is empty"),
+        ("/episodes", '{"episode": ".."}', 422, "field 'episode' is no name: a path can't hold it"),
+    ],
+)
+def test_other_mistakes(running: Running, path: str, body: str | None, status: int, message: str) -> None:
+    answer = ask(running.url, f"/lightning/api{path}", None if body is None else body.encode())
+    said = json.loads(answer.body)["error"]["message"]
+    assert (answer.status, said[: len(message)]) == (status, message)
+
+
+def test_a_body_that_does_not_say_that_it_is_json(running: Running) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = ask(running.url, "/lightning/api/rewards", b'{"episode": "x", "value": 1}', form)
+    assert answer.status == 422
+    assert "add the header `content-type: application/json`" in json.loads(answer.body)["error"]["message"]
+
+
+def test_what_looks_at_our_health_may_add_what_it_likes(running: Running) -> None:
+    assert ask(running.url, "/healthz?probe=1").status == 200
+    assert ask(running.url, "/lightning/metrics?probe=1").status == 200

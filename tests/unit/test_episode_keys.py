@@ -119,8 +119,11 @@ def test_keys_in_a_url_are_refused_before_anybody_writes_them_down(running: Runn
         f"{CHAT}?token={TOKEN}",
         f"/episodes/{key}{CHAT}",
         f"/episodes/{TOKEN}{CHAT}",
+        f"{CHAT}?key=lk-abc",
+        f"{CHAT}?a=b&Api-Key=x",
     ):
         assert call(running, headers, path) == 400
+    assert call(running, {}, f"{CHAT}?api_key={TOKEN}") == 400  # and not 401: it is the place that is wrong
     assert len(running.engine.received) == num_received
 
 

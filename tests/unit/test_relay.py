@@ -301,6 +301,23 @@ def test_admin_routes_and_unknown_ones_look_alike(running: Running) -> None:
     assert len(running.engine.received) == num_received
 
 
+def test_addresses_that_were_meant_for_us_are_told_their_form(running: Running) -> None:
+    num_rows = len(running.rows("calls"))
+    for path, status in (
+        ("/episode/a/v1/chat/completions", 404),
+        ("/episodes/a/task/b/v1/chat/completions", 404),
+        ("/episodes/a/chat/completions", 404),
+        ("/tasks/t/v1/chat/completions", 400),
+    ):
+        answer = ask(running.url, path, json.dumps({"model": "base", "messages": []}).encode())
+        assert answer.status == status, path
+        assert "/episodes/EPISODE/v1" in json.loads(answer.body)["error"]["message"]
+    assert len(running.rows("calls")) == num_rows
+    doc = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+    body = json.dumps({**doc, "metadata": {"episode_id": "of-the-body"}}).encode()
+    assert ask(running.url, "/tasks/t/v1/chat/completions", body).status == 200
+
+
 def test_plain_routes_pass_without_a_row(running: Running) -> None:
     num_calls = len(running.rows("calls"))
     for method, path, body in (

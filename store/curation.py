@@ -15,7 +15,7 @@ from ..errors import UnknownCallError, UserError
 from ..records import CallKind, CallStatus, EpisodeStatus, now_ms
 from .episodes import end_episode, locked
 from .events import add_event
-from .names import require_name
+from .names import require_name, require_tag_keys
 from .placement import insert_episodes, write_rows
 from .schema import calls, choices, episodes, manifest_episodes
 from .statements import chunks, optional_text, storable_json, storable_text
@@ -42,6 +42,7 @@ def tag_episode(
     conn: sa.Connection, episode_id: str, tags: Mapping[str, str], *, by: str, note: str | None = None
 ) -> None:
     """Set tags, whatever value they had."""
+    require_tag_keys(tags)
     row = locked(conn, episode_id)
     new = {key: value for key, value in storable_json(tags).items() if row.tags.get(key) != value}
     if not new:
@@ -53,14 +54,18 @@ def tag_episode(
 
 def untag_episode(
     conn: sa.Connection, episode_id: str, keys: Iterable[str], *, by: str, note: str | None = None
-) -> None:
-    """Take tags off. A later call of the episode that carries one puts it back on."""
+) -> list[str]:
+    """Take tags off; which of them were there.
+
+    A later call of the episode that carries one puts it back on.
+    """
     row = locked(conn, episode_id)
     was = {key: row.tags[key] for key in map(storable_text, keys) if key in row.tags}
     if not was:
-        return
+        return []
     _set(conn, row.id, {"tags": {key: value for key, value in row.tags.items() if key not in was}})
     add_event(conn, "episode", row.id, "untagged", {"was": was}, by, note)
+    return list(was)
 
 
 def assign_calls(
@@ -147,11 +152,19 @@ def set_choice_used(
 
 
 def calls_of_agent(conn: sa.Connection, episode_id: str, agent: str | None) -> list[str]:
-    """Ids of the episode's calls, or of one agent's in it, in order."""
+    """Ids of the episode's calls, or of one agent's in it, in order. UserError where there are none."""
     query = sa.select(calls.c.id).where(calls.c.episode_id == storable_text(episode_id))
+    of_episode = query
     if agent is not None:
         query = query.where(calls.c.agent == storable_text(agent))
-    return list(conn.execute(query.order_by(calls.c.ordinal)).scalars())
+    found = list(conn.execute(query.order_by(calls.c.ordinal)).scalars())
+    if not found:
+        locked(conn, episode_id)
+        agents = conn.execute(of_episode.with_only_columns(calls.c.agent).distinct()).scalars().all()
+        named = ", ".join(sorted(repr(name) for name in agents if name is not None)) or "none with a name"
+        whose = "" if agent is None else f" of agent {agent!r} (its agents: {named})"
+        raise UserError(f"episode {episode_id!r} has no call{whose}; nothing was changed")
+    return found
 
 
 def idle_episodes(conn: sa.Connection, *, idle_ms: int, at_ms: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import UnknownEpisodeError
+from ..errors import UnknownEpisodeError, UserError
 from ..records import Reward
 from .listing import EpisodeLine
 from .read import load_rewards
@@ -92,6 +92,33 @@ class EpisodeView:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class CallView:
+    """One call by itself; `episode_id` None: it is in the unattributed bin."""
+
+    episode_id: str | None
+    call: CallFacts
+    events: tuple[EventFacts, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON says it."""
+        return {
+            "episode": self.episode_id,
+            "call": asdict(self.call),
+            "events": [asdict(event) for event in self.events],
+        }
+
+
+def load_call(conn: sa.Connection, call_id: str) -> CallView:
+    """UserError where there is none."""
+    name = storable_text(call_id)
+    found = _calls(conn, calls.c.id == name)
+    if not found:
+        raise UserError(f"no call {call_id!r} in the log; check its id and the database")
+    episode = conn.execute(sa.select(calls.c.episode_id).where(calls.c.id == name)).scalar()
+    return CallView(episode, found[0], tuple(_events(conn, None, found)))
+
+
 def load_view(conn: sa.Connection, episode_id: str) -> EpisodeView:
     """UnknownEpisodeError where there is none."""
     name = storable_text(episode_id)
@@ -107,7 +134,7 @@ def load_view(conn: sa.Connection, episode_id: str) -> EpisodeView:
         )
     given = load_rewards(conn, [name])[name]
     resolution = resolve(given)
-    found = _calls(conn, name)
+    found = _calls(conn, calls.c.episode_id == name)
     manifests = sa.select(manifest_episodes.c.run_id, manifest_episodes.c.step).where(
         manifest_episodes.c.episode_id == name
     )
@@ -140,11 +167,9 @@ def as_tree(found: Sequence[CallFacts]) -> Iterator[CallFacts]:
         waiting += [(child, inner) for child in reversed(children[call.id])]
 
 
-def _calls(conn: sa.Connection, episode_id: str) -> list[CallFacts]:
+def _calls(conn: sa.Connection, where: sa.ColumnElement[bool]) -> list[CallFacts]:
     names = [name for name in CallFacts.__dataclass_fields__ if name not in ("depth", "choices")]
-    rows = conn.execute(
-        sa.select(*(calls.c[name] for name in names)).where(calls.c.episode_id == episode_id)
-    ).all()
+    rows = conn.execute(sa.select(*(calls.c[name] for name in names)).where(where)).all()
     answers: dict[str, list[ChoiceFacts]] = defaultdict(list)
     columns = [choices.c[name] for name in ("call_id", *ChoiceFacts.__dataclass_fields__)]
     for chunk in chunks([row.id for row in rows]):
@@ -155,9 +180,9 @@ def _calls(conn: sa.Connection, episode_id: str) -> list[CallFacts]:
     return [CallFacts(**row._mapping, depth=0, choices=tuple(answers[row.id])) for row in rows]
 
 
-def _events(conn: sa.Connection, episode_id: str, found: Sequence[CallFacts]) -> list[EventFacts]:
+def _events(conn: sa.Connection, episode_id: str | None, found: Sequence[CallFacts]) -> list[EventFacts]:
     subjects: Mapping[str, list[str]] = {
-        "episode": [episode_id],
+        "episode": [] if episode_id is None else [episode_id],
         "call": [call.id for call in found],
         "choice": [f"{call.id}/{choice.index}" for call in found for choice in call.choices],
     }

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from ..errors import UnknownEpisodeError, UserError
 from ..records import EpisodeStatus, Purpose, Reward, RewardTarget, now_ms
 from .events import add_event
+from .names import require_tag_keys
 from .placement import EpisodeRow, insert_episodes, insert_groups, lock_rows, read_rows, write_rows
 from .schema import calls, choices, episodes, events, groups, rewards
 from .sharing import refer
@@ -41,6 +42,7 @@ def create_episode(
     An episode that its calls created has no stated purpose yet, so it takes this one. UserError names the
     first contradiction, and nothing is written then.
     """
+    require_tag_keys(tags or ())
     episode_id, task_id, batch = storable_text(episode_id), optional_text(task_id), optional_text(batch)
     if expected_size is not None and expected_size < 1:
         raise UserError(

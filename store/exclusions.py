@@ -45,7 +45,7 @@ _QUARANTINE_ADVICE = {
 _STATUS_ADVICE = {
     CallStatus.OPEN: "no answer is in the log: still running, or its proxy was killed",
     CallStatus.ABORTED: "the engine or the proxy gave up: look at the engine's log",
-    CallStatus.ERROR: "the engine answered with an error: lightning episodes show tells it",
+    CallStatus.ERROR: "the engine answered with an error: lightning calls show CALL tells it",
     CallStatus.DISCONNECTED: "the client left before the answer was complete: raise its time-out",
 }
 _KIND_ADVICE = {
@@ -128,7 +128,7 @@ def _quarantined(conn: sa.Connection) -> list[Exclusion]:
 
 def _advice(reason: str) -> str:
     known = {quarantine.value: advice for quarantine, advice in _QUARANTINE_ADVICE.items()}
-    return known.get(reason, "lightning episodes show tells more")
+    return known.get(reason, "lightning calls show CALL tells more")
 
 
 def _of_calls(conn: sa.Connection) -> list[Exclusion]:
@@ -155,7 +155,7 @@ def _of_calls(conn: sa.Connection) -> list[Exclusion]:
         (
             "attribution_conflict",
             calls.c.attribution_conflict.is_not(None),
-            "two marks named different things; the stronger one counts: lightning episodes show tells both",
+            "two marks named different things; the stronger one counts: lightning calls show CALL tells both",
         ),
     ):
         count, example = conn.execute(sa.select(sa.func.count(), sa.func.max(calls.c.id)).where(where)).one()

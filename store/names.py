@@ -6,6 +6,7 @@ One rule for every way in: a path, a header, a body, the API, a command, a file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ..errors import UserError
 
@@ -49,3 +50,11 @@ def require_name(where: str, name: str) -> str:
 def tag_key_fault(key: str) -> str | None:
     """As of a name; and no quote, which no filter by tag could look for."""
     return 'has a "' if '"' in key else name_fault(key)
+
+
+def require_tag_keys(keys: Iterable[str]) -> None:
+    """UserError for the first that can't be one."""
+    for key in keys:
+        fault = tag_key_fault(key)
+        if fault is not None:
+            raise UserError(f"the tag key {key!r} {fault}")

@@ -14,6 +14,7 @@ import typer
 from ...settings import DEFAULT_DB
 from .episodes import episodes_app, one_of, read_tags
 from .options import DbOption
+from .tables import count_words, in_words
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -100,13 +101,13 @@ def untag(
     """Take tags off."""
     from ..curation import untag_episode
 
-    _each(
-        [episode],
-        lambda conn, name: untag_episode(conn, name, keys, by=BY, note=note),
-        {"removed": keys},
-        as_json,
-        db,
-    )
+    with _writing(db) as conn:
+        removed = untag_episode(conn, episode, keys, by=BY, note=note)
+    missing = [key for key in dict.fromkeys(keys) if key not in removed]
+    words = [f"removed {', '.join(removed)}"] if removed else []
+    words += [f"had no {', '.join(missing)}"] if missing else []
+    document = {"episodes": [episode], "removed": removed, "missing": missing}
+    _say(document, f"{episode}: {'; '.join(words)}", as_json)
 
 
 @episodes_app.command()
@@ -125,7 +126,11 @@ def assign(
 
     with _writing(db) as conn:
         ordinals = assign_calls(conn, episode, calls, agent=agent, create=create, by=BY, note=note)
-    _say({"episode": episode, "ordinals": ordinals}, f"{episode}: {len(ordinals)} calls assigned", as_json)
+    _say(
+        {"episode": episode, "ordinals": ordinals},
+        f"{episode}: {count_words(len(ordinals), 'call')} assigned",
+        as_json,
+    )
 
 
 @calls_app.command()
@@ -151,7 +156,7 @@ def kind(
         ids = calls or calls_of_agent(conn, str(episode), agent)
         changed = set_call_kind(conn, ids, chosen, by=BY, note=note)
     document = {"kind": chosen.value, "calls": len(ids), "changed": changed}
-    _say(document, f"{changed} of {len(ids)} calls are now {chosen}", as_json)
+    _say(document, f"{changed} of {count_words(len(ids), 'call')} changed to {chosen}", as_json)
 
 
 @calls_app.command()
@@ -212,7 +217,7 @@ def _each(
     with _writing(db) as conn:
         for name in sorted(set(episodes)):
             change(conn, name)
-    words = ", ".join(f"{key} {value}" for key, value in said.items())
+    words = ", ".join(f"{key} {in_words(value)}" for key, value in said.items())
     _say({"episodes": episodes, **said}, f"{', '.join(episodes)}: {words}", as_json)
 
 

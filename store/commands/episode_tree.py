@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 from rich.tree import Tree
 
-from .tables import terminal
+from .tables import count_words, in_words, terminal
 from .times import shown
 
 if TYPE_CHECKING:
     from ...records import Reward
-    from ..episode_view import CallFacts, EpisodeView, EventFacts
+    from ..episode_view import CallFacts, CallView, EpisodeView, EventFacts
 
 _ORDINARY_EVENTS = frozenset({"created"})
 
@@ -32,6 +32,19 @@ def print_view(view: EpisodeView) -> None:
             console.print(Text(title, "bold"))
             for line in lines:
                 console.print(Text(f"  {line}"))
+
+
+def print_call(view: CallView) -> None:
+    console = terminal()
+    call = view.call
+    whose = "in no episode" if view.episode_id is None else f"of episode {view.episode_id}"
+    console.print(Text(f"call {call.id}, {whose}", "bold"))
+    mark = "no mark" if call.attribution_rule == "none" else f"mark {call.attribution_rule}"
+    answered = "" if call.http_status is None else f", answered {call.http_status}"
+    console.print(Text(f"  begun {shown(call.started_at_ms)} on {call.route}{answered}, {mark}"))
+    console.print(Text("  ") + _call(call))
+    for event in view.events:
+        console.print(Text(f"  {_event(event)}"))
 
 
 def _head(view: EpisodeView) -> Iterator[Text]:
@@ -58,7 +71,7 @@ def _head(view: EpisodeView) -> Iterator[Text]:
 def _tree(view: EpisodeView) -> Tree:
     answered = sum(choice.num_tokens for call in view.calls for choice in call.choices)
     prompted = sum(call.num_prompt_tokens or 0 for call in view.calls)
-    root = Tree(Text(f"{len(view.calls)} calls, {prompted} tokens in, {answered} out", "bold"))
+    root = Tree(Text(f"{count_words(len(view.calls), 'call')}, {prompted} tokens in, {answered} out", "bold"))
     at_depth = [root]
     for call in view.calls:
         del at_depth[call.depth + 1 :]
@@ -113,7 +126,7 @@ def _reward(reward: Reward) -> str:
 
 
 def _event(event: EventFacts) -> str:
-    said = "" if event.value is None else f" {event.value}"
+    said = "" if event.value is None else f" {in_words(event.value)}"
     note = f": {event.note}" if event.note else ""
     about = "" if event.subject == "episode" else f" {event.subject} {event.subject_id}"
     return f"{shown(event.created_at_ms)} {event.kind}{about}{said}, by {event.source}{note}"

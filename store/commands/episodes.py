@@ -108,11 +108,12 @@ def show(
 def read_tags(pairs: Sequence[str]) -> Mapping[str, str]:
     """`KEY=VALUE` as a person types it. UserError names the first that is none."""
     from ...errors import UserError
+    from ..names import tag_key_fault
 
     found = {}
     for pair in pairs:
         key, is_pair, value = pair.partition("=")
-        if not is_pair or not key or '"' in key:
+        if not is_pair or tag_key_fault(key) is not None:
             raise UserError(f"{pair!r} is no tag: write KEY=VALUE")
         found[key] = value
     return found

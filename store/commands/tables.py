@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,6 +14,17 @@ if TYPE_CHECKING:
 def count_words(count: int, word: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def in_words(value: Any) -> str:
+    """What an event holds, for people: `key=value, key=value`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={in_words(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(in_words(inner) for inner in value)
+    if isinstance(value, str):
+        return value if value.isprintable() else json.dumps(value)
+    return "-" if value is None else str(value)
 
 
 def terminal() -> Console:

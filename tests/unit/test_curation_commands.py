@@ -67,11 +67,14 @@ def test_what_becomes_of_episodes(database: Database) -> None:
 
 def test_tags_assignments_kinds_and_used_answers(database: Database) -> None:
     run("episodes", "tag", "ep", "split=train", "x=1")
-    run("episodes", "untag", "ep", "x")
+    assert run("episodes", "untag", "ep", "x", "nothere") == "ep: removed x; had no nothere\n"
+    assert run("episodes", "tag", "ep", "split=train") == "ep: tags split=train\n"
+    assert "its agents: 'title'" in error("calls", "kind", "side", "--episode", "ep", "--agent", "nobody")
+    assert "no episode 'nobody'" in error("calls", "kind", "side", "--episode", "nobody")
     assert episode(database).tags == {"split": "train"}
     assert run("episodes", "assign", "ep", "u1", "--agent", "a", "--json")["ordinals"] == [1]
     assert "is in episode 'ep' already" in error("episodes", "assign", "other", "u1")
-    assert run("calls", "kind", "side", "c1") == "1 of 1 calls are now side\n"
+    assert run("calls", "kind", "side", "c1") == "1 of 1 call changed to side\n"
     assert run("calls", "kind", "judge", "--episode", "ep", "--agent", "a", "--json")["changed"] == 1
     run("calls", "used", "c1", "0", "--unused")
     calls = episode(database).calls
@@ -83,6 +86,18 @@ def test_tags_assignments_kinds_and_used_answers(database: Database) -> None:
     for arguments in (("side",), ("side", "c1", "--episode", "ep"), ("side", "c1", "--agent", "a")):
         assert "name calls by their ids" in error("calls", "kind", *arguments)
     assert "choose one of policy, side" in error("calls", "kind", "title", "c1")
+
+
+def test_one_call_can_be_looked_at_in_an_episode_or_in_the_bin(database: Database) -> None:
+    shown = run("calls", "show", "u1")
+    assert "call u1, in no episode" in shown
+    assert "on /v1/chat/completions" in shown
+    run("episodes", "assign", "ep", "u1")
+    shown = run("calls", "show", "u1")
+    assert "call u1, of episode ep" in shown
+    assert "assigned call u1 episode=ep, ordinal=1, rule_was=" in shown
+    assert run("calls", "show", "c1", "--json")["call"]["kind"] == "policy"
+    assert "no call 'x'" in error("calls", "show", "x")
 
 
 def test_a_new_episode_gets_no_name_that_a_path_could_not_carry(database: Database) -> None:
@@ -108,6 +123,9 @@ def test_the_same_through_the_api_of_the_proxy(tmp_path: Path) -> None:
         assert post("/episodes/" + "y" * 300 + "/calls", {"calls": ["u1"], "create": True})[0] == 400
         assert post("/episodes/a/b/calls", {"calls": ["u1"]})[1]["ordinals"] == [1]
         assert post("/episodes/a/b/calls", {"calls": ["u1"]})[0] == 400
+        for key in ("", 'a"b', "k" * 300):
+            assert post("/episodes", {"episode": "new", "tags": {key: "x"}})[0] == 400
+            assert post("/episodes/a/b/tags", {"set": {key: "x"}})[0] == 400
         assert post("/calls/c1/kind", {"kind": "side"})[0] == 200
         assert post("/calls/c1/kind", {"kind": "title"})[0] == 422
         assert post("/calls/c1/choices/0/used", {"used": False})[0] == 200

@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import aiohttp
-
 from ..errors import EngineError
 from .engines import Engines, EngineState
 from .policies import Lease
-from .upstream import CONNECT_FAILURES, FAILURES, Headers, Upstream
+from .upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, Upstream
 
 logger = logging.getLogger("lightning.relay")
 
@@ -49,7 +47,7 @@ class Asking:
 
     async def post(
         self, path_and_query: str, headers: Headers, body: bytes, *, wants_plain: bool
-    ) -> aiohttp.ClientResponse:
+    ) -> EngineAnswer:
         """As Upstream.send. Raises one of FAILURES when no engine that may serve the call hears it."""
         while True:
             engine = self._lease.engine

@@ -11,8 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import aiohttp
-
 from ..errors import EngineError, StoreError, UserError
 from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallMoved, CallStatus, now_ms
 from .address import attribute, without_episode
@@ -26,7 +24,7 @@ from .plain_chunks import PlainChunks
 from .policies import Lease
 from .request import Request, read_request
 from .sse import Framer, data_of
-from .upstream import FAILURES, response_headers
+from .upstream import FAILURES, EngineAnswer, response_headers
 from .whole_answers import no_pause, read_answer, short_pause, unpacked
 
 LEFT = "the client left before the answer was complete"
@@ -164,15 +162,14 @@ class Exchange:
         try:
             self._http_status = answer.status
             self._first_byte_at_ms = now_ms()
-            if answer.content_type == "text/event-stream" and "Content-Encoding" not in answer.headers:
+            if answer.content_type == "text/event-stream" and answer.content_encoding is None:
                 await self._pass_stream(answer, reader)
             else:
                 await self._pass_whole(answer)
         finally:
-            if not answer.content.at_eof():
-                answer.close()  # the engine stops generating at once
+            answer.close()  # not whole: the engine stops generating at once
 
-    async def _send(self, incoming: Incoming) -> aiohttp.ClientResponse:
+    async def _send(self, incoming: Incoming) -> EngineAnswer:
         parts, intent = self._parts, self._intent
 
         def moved(engine: EngineState) -> None:
@@ -204,10 +201,10 @@ class Exchange:
 
     # --- whole answers ---
 
-    async def _pass_whole(self, answer: aiohttp.ClientResponse) -> None:
+    async def _pass_whole(self, answer: EngineAnswer) -> None:
         received: list[bytes] = []
         try:
-            async for data in answer.content.iter_any():
+            async for data in answer:
                 received.append(data)
         except FAILURES as error:
             self._suspect()
@@ -228,19 +225,17 @@ class Exchange:
             await self._client.write_long(visible)
             self._delivered()
 
-    def _read_long(
-        self, answer: aiohttp.ClientResponse, received: list[bytes]
-    ) -> tuple[CallEnd, bytes, bool]:
+    def _read_long(self, answer: EngineAnswer, received: list[bytes]) -> tuple[CallEnd, bytes, bool]:
         """In a thread, and with pauses: as `_read_whole`."""
         body = b"".join(received)
         received.clear()
         return self._read_whole(answer, body, short_pause)
 
     def _read_whole(
-        self, answer: aiohttp.ClientResponse, body: bytes, pause: Callable[[], None] = no_pause
+        self, answer: EngineAnswer, body: bytes, pause: Callable[[], None] = no_pause
     ) -> tuple[CallEnd, bytes, bool]:
         """The row, the bytes for the client, and whether they had to be unpacked for that."""
-        encoding = answer.headers.get("Content-Encoding")
+        encoding = answer.content_encoding
         text = body if encoding is None else unpacked(body, encoding)
         found = Answer()
         known = read_answer(text, pause)
@@ -256,9 +251,7 @@ class Exchange:
             return end, body, False
         return end, known.edited(self._injection.json_edits(known.short, doc)), encoding is not None
 
-    async def _break_whole(
-        self, answer: aiohttp.ClientResponse, received: bytes, error: BaseException
-    ) -> None:
+    async def _break_whole(self, answer: EngineAnswer, received: bytes, error: BaseException) -> None:
         """The engine went away in the middle: so does the answer, at the same byte if nothing was added."""
         self._engine_ended()
         note = f"the engine's answer broke off: {error or type(error).__name__}"
@@ -271,7 +264,7 @@ class Exchange:
 
     # --- streams ---
 
-    async def _pass_stream(self, answer: aiohttp.ClientResponse, reader: StreamReader) -> None:
+    async def _pass_stream(self, answer: EngineAnswer, reader: StreamReader) -> None:
         headers = response_headers(answer)
         if not self._injection.is_nothing:
             headers = [pair for pair in headers if pair[0] != b"content-length"]
@@ -281,7 +274,7 @@ class Exchange:
         held: list[bytes] = []
         fault: BaseException | None = None
         try:
-            async for data in answer.content.iter_any():
+            async for data in answer:
                 ready = self._take_events(framer.feed(data), reader, held)
                 if ready:
                     await self._client.write(ready)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import orjson
 
 from ..errors import EngineError, StoreError, UserError
@@ -26,7 +25,7 @@ from .policies import Served
 from .request import read_request
 from .routes import Route, find_route, is_websocket_route
 from .splice import Edit, apply, locate, parse
-from .upstream import CONNECT_FAILURES, FAILURES, Headers, response_headers
+from .upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, response_headers
 from .websocket import pass_websocket, refuse_websocket
 
 logger = logging.getLogger("lightning.relay")
@@ -140,8 +139,7 @@ class Relay:
             if not client.was_interrupted():
                 raise
         finally:
-            if not answer.content.at_eof():
-                answer.close()
+            answer.close()
 
     async def _send(
         self,
@@ -150,7 +148,7 @@ class Relay:
         body: bytes | AsyncIterator[bytes] | None,
         *,
         wants_plain: bool,
-    ) -> aiohttp.ClientResponse:
+    ) -> EngineAnswer:
         """Ask any engine that is up; where nobody listens, the next one."""
         engines = self._parts.engines
         marks = incoming.address.marks
@@ -204,7 +202,7 @@ class Relay:
     async def _answer(
         self,
         client: Client,
-        answer: aiohttp.ClientResponse,
+        answer: EngineAnswer,
         injection: Injection | None,
         shows_models: bool,
     ) -> None:
@@ -226,7 +224,7 @@ class Relay:
             return
         await client.start(answer.status, response_headers(answer))
         try:
-            async for data in answer.content.iter_any():
+            async for data in answer:
                 await client.write(data)
         except FAILURES as error:
             logger.warning("the engine's answer broke off: %s", error)

@@ -93,16 +93,7 @@ def straight_request(asked: Asked, case: Case) -> Sent:
         added = b"".join(f',"{name}":{value}'.encode() for name, value in case.adds)
         body = body[:close] + added + body[close:]
     target = asked.target.removesuffix("?")  # an empty query is none
-    return Sent(asked.method, target, tuple((name, _utf8(value)) for name, value in headers), body)
-
-
-def _utf8(value: bytes) -> bytes:
-    """Header values that are not UTF-8 are read as Latin-1, and sent as UTF-8."""
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1").encode()
-    return value
+    return Sent(asked.method, target, tuple(headers), body)
 
 
 def proxied_request(asked: Asked) -> Sent:

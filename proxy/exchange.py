@@ -31,6 +31,8 @@ LEFT = "the client left before the answer was complete"
 STOPPED = "the proxy was stopped"
 LARGE_ANSWER_BYTES = 256 * 1024
 """Whole answers above this are read in a thread, so that they do not stall other calls."""
+MANY_CHUNKS = 2048
+"""So many of a stream are read at once, not all of them at its end: that would stall other calls."""
 
 logger = logging.getLogger("lightning.relay")
 
@@ -308,6 +310,8 @@ class Exchange:
                     reader.add(data)
                 seen = undo(block)
             (held if holds and reader.has_ended else ready).append(seen)
+        if plain is not None and len(plain.ids) >= MANY_CHUNKS:
+            reader.parse()
         return ready[0] if len(ready) == 1 else b"".join(ready)
 
     # --- the row ---

@@ -18,8 +18,8 @@ from .request import Request
 from .splice import Edit, apply, locate, only_string_member, parse, set_members
 from .sse import data_of, edit_data
 
-_TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[\d,\s]*\])')
-_PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[\d,\s]*\])')
+_TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[0-9, \t\r\n]*+\])')
+_PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[0-9, \t\r\n]*+\])')
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
 _LOGPROBS_KEY = b'"logprobs":'
 _AFTER_LOGPROBS = b',"finish_reason":'

@@ -366,6 +366,16 @@ def test_large_answers_and_bodies(running: Running) -> None:
     assert choices_of(running, "large")[0]["num_tokens"] == 20_000
 
 
+def test_a_long_stream_is_read_while_it_comes(running: Running) -> None:
+    running.engine.num_tokens = 5_000
+    body = chat(stream=True)
+    same(ask(running.engine_url, CHAT, body), ask(running.url, f"/episodes/long{CHAT}", body))
+    call_of(running, "long")
+    (choice,) = choices_of(running, "long")
+    assert choice["num_tokens"] == 5_000
+    assert choice["quarantine"] is None
+
+
 def test_a_body_of_megabytes_is_sent_without_a_warning(running: Running) -> None:
     body = chat(messages=[{"role": "user", "content": "x" * 3_000_000}])
     same(ask(running.engine_url, CHAT, body), ask(running.url, f"/episodes/megabytes{CHAT}", body))

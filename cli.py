@@ -6,6 +6,8 @@ things inside the command, so that `lightning --help` stays quick.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Any
 
@@ -27,10 +29,24 @@ class _OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            answer = super().invoke(ctx)
+            sys.stdout.flush()
+            return answer
         except LightningError as error:
             typer.echo(f"lightning: {error}", err=True)
             sys.exit(2)
+        except OSError as error:
+            if not _is_output_lost(error):
+                raise
+            typer.echo(f"lightning: can't write the output: {error.strerror}", err=True)
+            # What is still in the buffer would fail again at exit, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(2)
+
+
+def _is_output_lost(error: OSError) -> bool:
+    """The disk under stdout is full or gone. Errors of files that a command opened have a name."""
+    return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
 app = typer.Typer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,7 +35,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as UnreadableSettingError
 
-from .errors import SettingsError
+from .errors import SettingsError, plain_words
 from .records import CallKind
 
 DEFAULT_DB = "sqlite:///lightning.db"
@@ -77,6 +78,24 @@ RootUrls = Annotated[tuple[RootUrl, ...], NoDecode, BeforeValidator(_listed), Af
 _file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)
 
 
+_FORMS = {
+    "unrewarded": "write skip, error or fill=NUMBER",
+    "failed": "write skip, as_rewarded or fill=NUMBER",
+    "policy": "a name of letters, digits, '.', '_' and '-'",
+    "redact": "write it as tables: [[redact]]",
+    "name": "a name of at most 64 letters, digits, '.', '_' and '-'",
+    "model": "write VENDOR/MODEL, for example openai/gpt-4o",
+}
+"""What a setting looks like, where a pattern or a type would be all that the library says."""
+
+
+def _words(fault: Mapping[str, Any]) -> str:
+    names = [part for part in fault["loc"] if isinstance(part, str)]
+    if fault["type"] in ("string_pattern_mismatch", "list_type") and names and names[-1] in _FORMS:
+        return _FORMS[names[-1]]
+    return plain_words(fault)
+
+
 class _Layered(BaseSettings):
     """File, environment, flags; every mistake becomes one line."""
 
@@ -97,7 +116,9 @@ class _Layered(BaseSettings):
         except tomllib.TOMLDecodeError as error:
             raise SettingsError(f"{file} is not valid TOML: {error}") from None
         except UnreadableSettingError as error:
-            raise SettingsError(f"{error}; write it as JSON") from None
+            named = re.search(r'field "(\w+)"', str(error))
+            variable = f"{cls.model_config.get('env_prefix', '')}{named[1] if named else ''}".upper()
+            raise SettingsError(f"the variable {variable} can't be read; write its value as JSON") from None
         except ValidationError as error:
             # A default that hangs on a faulty setting is no fault of its own.
             faults = [fault for fault in error.errors() if fault["type"] != "default_factory_not_called"]
@@ -109,12 +130,10 @@ class _Layered(BaseSettings):
                     f"unknown setting {name!r} in {origin}{more}; see docs/settings.md"
                 ) from None
             if first["type"] == "missing":
-                flag = f"--{name.replace('_', '-')}"
-                raise SettingsError(
-                    f"setting {name!r} is missing: give {flag}, or name it in --config"
-                ) from None
+                flag = "" if "." in name else f"give --{name.replace('_', '-')}, or "
+                raise SettingsError(f"setting {name!r} is missing: {flag}name it in --config") from None
             shown = f" (got {first['input']!r})"
-            raise SettingsError(f"setting {name!r}: {first['msg']}{shown}{more}") from None
+            raise SettingsError(f"setting {name!r}: {_words(first)}{shown}{more}") from None
         finally:
             _file_being_read.reset(reading)
 

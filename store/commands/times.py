@@ -25,7 +25,9 @@ def moment_ms(text: str) -> int:
         else:
             moment = datetime.fromisoformat(text.strip())
         return int(moment.timestamp() * 1000)
-    except (ValueError, OverflowError):
+    except OverflowError:
+        raise UserError(f"{text!r} is too far back; leave the limit out for everything") from None
+    except ValueError:
         raise UserError(f"{text!r} is no time: write 30m, 12h, 7d or 2026-11-30T16:00") from None
 
 

@@ -112,6 +112,7 @@ def test_mistakes_are_one_line(database: Database) -> None:
     assert "choose one of running, ended" in str(error("list", "--status", "done"))
     assert "KEY=VALUE" in str(error("list", "--tag", "x"))
     assert "no time" in str(error("list", "--since", "yesterday"))
+    assert "too far back" in str(error("list", "--since", "99999999999d"))
     assert isinstance(error("show", "nobody"), UnknownEpisodeError)
 
 

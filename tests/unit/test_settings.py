@@ -57,6 +57,37 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path, text, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('unrewarded = "maybe"', "'unrewarded': write skip, error or fill=NUMBER .got 'maybe'.$"),
+        ("weights = 1", "'weights' must|'weights': must be 'lora' or 'full'"),
+        ("epochs = 0", "'epochs': must be at least 1"),
+    ],
+)
+def test_a_trainer_s_mistake_is_in_our_words(tmp_path, text, says):
+    file = tmp_path / "train.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=says):
+        TrainSettings.load(file, model=tmp_path)
+
+
+def test_no_library_shows_through(tmp_path, monkeypatch):
+    file = tmp_path / "proxy.toml"
+    for text, says in (
+        ("[redact]\nx = 1", r"setting 'redact': write it as tables: \[\[redact\]\]"),
+        ('engine_url = "nonsense"', r"setting 'engine_url.0': not a URL like"),
+        ("[providers.judge]\nkind = 'judge'", r"setting 'providers.judge.model' is missing: name it in"),
+        ('[providers.judge]\nmodel = "x"', "write VENDOR/MODEL"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SettingsError, match=says):
+            ProxySettings.load(file)
+    monkeypatch.setenv("LIGHTNING_PROXY_ALIASES", "gpt-4=policy")
+    with pytest.raises(SettingsError, match="the variable LIGHTNING_PROXY_ALIASES can't be read; write"):
+        ProxySettings.load()
+
+
 def test_a_missing_file_and_a_missing_setting_are_named(tmp_path):
     with pytest.raises(SettingsError, match=r"no such configuration file: .*nope\.toml"):
         ProxySettings.load(tmp_path / "nope.toml")
@@ -83,7 +114,7 @@ def test_aliases_lead_to_the_policy_whatever_its_name():
 
 def test_a_variable_that_can_not_be_read_is_one_line(monkeypatch):
     monkeypatch.setenv("LIGHTNING_PROXY_ALIASES", "not json")
-    with pytest.raises(SettingsError, match="aliases"):
+    with pytest.raises(SettingsError, match="LIGHTNING_PROXY_ALIASES"):
         ProxySettings.load()
 
 

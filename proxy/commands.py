@@ -103,21 +103,34 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
         Database.open(settings.db).close()  # its mistakes come first, and once
         if checks_engine:
             asyncio.run(require_engine(settings))
+        serve = serve_on if checks_engine else serve_at_once
         if settings.workers == 1:
-            serve_on(settings, listener, say_ready)
+            serve(settings, listener, say_ready)
         else:
-            Workers(settings, listener, serve_on).run(say_ready)
+            Workers(settings, listener, serve).run(say_ready)
     except KeyboardInterrupt:
         pass
     finally:
         listener.close()
 
 
-def serve_on(settings: ProxySettings, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+def serve_at_once(settings: ProxySettings, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """As `serve_on`, and ready whether or not an engine is there."""
+    serve_on(settings, listener, on_ready, needs_engine=False)
+
+
+def serve_on(
+    settings: ProxySettings,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    *,
+    needs_engine: bool = True,
+) -> None:
     """One proxy process on a socket that listens already, until a signal."""
     from ..store.database import Database
     from .app import ProxyApp
     from .idle import end_idle_episodes
+    from .readiness import tell_stalls
     from .serving import serve_policies
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -128,9 +141,9 @@ def serve_on(settings: ProxySettings, listener: socket.socket, on_ready: Callabl
     signal.signal(signal.SIGTERM, interrupt)
     _set_up_logging(settings.log_level)
     database = Database.open(settings.db)
-    proxy = ProxyApp(settings, database, background=[serve_policies, end_idle_episodes])
+    proxy = ProxyApp(settings, database, background=[serve_policies, end_idle_episodes, tell_stalls])
     try:
-        _make_server(proxy, on_ready).run(sockets=[listener])
+        _make_server(proxy, on_ready, needs_engine=needs_engine).run(sockets=[listener])
     except KeyboardInterrupt:
         pass  # uvicorn has drained by now, and raises the signal again
     finally:
@@ -138,8 +151,12 @@ def serve_on(settings: ProxySettings, listener: socket.socket, on_ready: Callabl
         database.close()
 
 
-def _make_server(proxy: ProxyApp, on_ready: Callable[[], None]) -> uvicorn.Server:
+def _make_server(proxy: ProxyApp, on_ready: Callable[[], None], *, needs_engine: bool) -> uvicorn.Server:
+    import asyncio
+
     import uvicorn
+
+    from .readiness import when_ready
 
     config = uvicorn.Config(
         proxy,
@@ -161,7 +178,15 @@ def _make_server(proxy: ProxyApp, on_ready: Callable[[], None]) -> uvicorn.Serve
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             _settle_memory()
-            on_ready()
+            if needs_engine:
+                self._readiness = asyncio.create_task(when_ready(proxy, on_ready))
+            else:
+                on_ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if needs_engine:
+                self._readiness.cancel()
+            await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             is_second, running = self.should_exit, proxy.gate.in_flight

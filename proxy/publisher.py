@@ -71,6 +71,8 @@ class Publisher:
         self._looked_at_sec = float("-inf")
         self._again_at_sec: dict[Handle, float] = {}  # engines that could not be set up
         self._said: set[str] = set()
+        self._said_of_engines: set[str] = set()  # at the last look at them
+        self._kept_out: dict[Handle, str] = {}  # why an engine could not be set up
         self._tries: Counter[tuple[str, int]] = Counter()
 
     async def take_over(self, *, was_open: bool) -> None:
@@ -115,8 +117,16 @@ class Publisher:
         now = time.monotonic()
         hurries = not serves or any(engine.is_suspect for engine in self._engines.all)
         if not hurries and now - self._looked_at_sec < ENGINE_LOOK_SEC:
+            self._heard |= self._said_of_engines  # not looked at, so nothing has changed
             return
         self._looked_at_sec = now
+        before = set(self._heard)
+        try:
+            await self._look()
+        finally:
+            self._said_of_engines = self._heard - before
+
+    async def _look(self) -> None:
         reachable = await self._reachable()
         if self._live.base_model is None or not self._engines.in_rotation:
             await self._set_up(reachable)
@@ -224,18 +234,19 @@ class Publisher:
     async def _let_join(self, handle: Handle) -> None:
         """Others serve: this one gets what is live before it gets a call."""
         if time.monotonic() < self._again_at_sec.get(handle, 0):
+            self._say(self._kept_out[handle])
             return
         loaded = self._engines.holding.adapters
         target = await self._target(lambda policy, version: adapter_name(policy, version) in loaded)
         arrived, errors = await self._bring([handle], target)
         if errors:
-            self._say(f"the engine at {handle.state.url} stays out of rotation: {errors[0]}")
+            self._kept_out[handle] = f"the engine at {handle.state.url} stays out of rotation: {errors[0]}"
+            self._say(self._kept_out[handle])
             if not isinstance(errors[0], EngineGoneError):
                 self._again_at_sec[handle] = time.monotonic() + JOIN_AGAIN_SEC
             return
         assert self._live.base_model is not None, "others serve"
         if self._admit_if_same(arrived[0], self._live.base_model):
-            logger.info("the engine at %s is in rotation", handle.state.url)
             await self._fleet.announce()
 
     def _admit_if_same(self, arrived: Arrived, base: str) -> bool:
@@ -247,6 +258,7 @@ class Publisher:
             )
             return False
         self._engines.admit_engine(state, fingerprint_id=arrived.fingerprint_id, lacks=arrived.lacks)
+        logger.info("the engine at %s is in rotation", state.url)
         return True
 
     # --- candidates ---

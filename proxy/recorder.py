@@ -34,6 +34,8 @@ FIRST_RETRY_SEC = 0.1
 LAST_RETRY_SEC = 2.0
 STOP_TIMEOUT_SEC = 20.0
 LOOK_FOR_FAULT_SEC = 0.5
+STALLED = "the database has not answered for a while"
+FULL = "the database can't keep up, the queue is full"
 
 logger = logging.getLogger("lightning.recorder")
 
@@ -122,9 +124,9 @@ class Recorder:
             return self._fault
         since = self._batch_since
         if since is not None and time.monotonic() - since > STALLED_AFTER_SEC:
-            return "the database has not answered for a while"
+            return STALLED
         if len(self._queue) >= MAX_QUEUED or self._queued_bytes >= MAX_QUEUED_BYTES:
-            return "the database can't keep up, the queue is full"
+            return FULL
         return None
 
     @property

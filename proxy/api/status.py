@@ -13,6 +13,7 @@ from ...store.fleet import FleetView, ProxyRow, view
 from ...store.marks import count_marks
 from ...store.read import count_episodes
 from ..engines import EngineState
+from ..readiness import engine_fault
 from .context import Context
 
 router = APIRouter(tags=["status"])
@@ -22,8 +23,7 @@ router = APIRouter(tags=["status"])
 async def healthz(context: Context) -> JSONResponse:
     """200 while calls can be served, else 503 with the reason; `recording` and `engine` say each alone."""
     recording = context.recorder.fault
-    is_served = context.live.base_model is not None and bool(context.engines.in_rotation)
-    engine = None if is_served else "the engine has not been reached yet"
+    engine = engine_fault(context.live, context.engines)
     reason = context.recorder.refusal or engine
     status = "unavailable" if reason is not None else "ok" if recording is None else "degraded"
     doc = {"status": status, "recording": recording or "ok", "engine": engine or "ok"}

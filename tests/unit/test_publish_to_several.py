@@ -309,3 +309,46 @@ def test_the_fake_checks_what_it_should(pair: Cluster) -> None:
             await pair.call(None, 1)
 
     run(scenario)
+
+
+def test_an_engine_that_is_away_is_told_once_and_so_is_its_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.publisher")
+
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path, 2)
+        await cluster.steps()
+        caplog.clear()
+        cluster.fakes[1].is_up = False
+        for _ in range(3):
+            await cluster.steps()  # with a look at the engines
+            await cluster.publisher.step()  # without
+            await cluster.publisher.step()
+        cluster.fakes[1].restart()
+        await cluster.steps(2)
+        cluster.database.close()
+
+    asyncio.run(scenario())
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "the engine is not reachable: connection refused"),
+        ("INFO", "the engine at http://engine-1 is in rotation"),
+    ]
+
+
+def test_an_engine_that_can_not_join_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(tmp_path, 2)
+        cluster.fakes[1].is_up = False
+        await cluster.steps()
+        cluster.fakes[1].restart()
+        cluster.fakes[1].name = "other"
+        caplog.clear()
+        for _ in range(3):
+            cluster.publisher._looked_at_sec = float("-inf")
+            await cluster.publisher.step()
+            await cluster.publisher.step()
+        cluster.database.close()
+
+    asyncio.run(scenario())
+    assert len([r for r in caplog.records if "serves 'other', not 'base'" in r.message]) == 1

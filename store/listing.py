@@ -88,6 +88,12 @@ class Page(Generic[T]):
     next: str | None
 
 
+def has_policy(conn: sa.Connection, name: str) -> bool:
+    """Whether any episode of the log began with it."""
+    query = sa.select(episodes.c.id).where(episodes.c.policy == storable_text(name)).limit(1)
+    return conn.execute(query).first() is not None
+
+
 def list_episodes(
     conn: sa.Connection, wanted: EpisodeFilter, *, limit: int = 50, after: str | None = None
 ) -> Page[EpisodeLine]:

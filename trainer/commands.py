@@ -116,6 +116,7 @@ def train(
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _require_extra()
     settings = TrainSettings.load(config, **flags)
+    from ..store.commands.tables import count_words
     from .loop import train as run
 
     summary = run(settings, as_json=as_json)
@@ -132,9 +133,8 @@ def train(
             )
         )
     else:
-        typer.echo(
-            f"{summary.status}: {summary.steps_trained} steps, version {summary.version}, {summary.folder}"
-        )
+        trained = count_words(summary.steps_trained, "step")
+        typer.echo(f"{summary.status}: {trained}, version {summary.version}, {summary.folder}")
     if summary.status == "stopped":
         raise typer.Exit(130)
 
@@ -142,7 +142,7 @@ def train(
 def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from ..store.commands.tables import print_table
+    from ..store.commands.tables import count_words, print_table
     from .dry_run import EXPLAINED_TITLES, TITLES, dry_run, explained_rows, reasons_of, table_rows
     from .reasons import in_words
 
@@ -161,7 +161,12 @@ def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> Non
     if explain is not None:
         typer.echo(f"\n{explain}: reward {found.reward_path}")
         print_table(EXPLAINED_TITLES, list(explained_rows(found)))
-    typer.echo(f"\nmanifests of {len(found.plan.steps)} steps in {found.plan.folder}; train exactly these:")
+    if not any(step.trains for step in found.plan.steps):
+        agents = ", ".join(map(repr, settings.train_agents))
+        named = f" (calls of agent {agents} only)" if agents else ""
+        typer.echo(f"\nnothing would be trained{named}; the table above says why", err=True)
+    of_steps = count_words(len(found.plan.steps), "step")
+    typer.echo(f"\nmanifests of {of_steps} in {found.plan.folder}; train exactly these:")
     typer.echo(f"  lightning train --manifests {found.plan.folder} --model FOLDER --db {found.shown_db}")
     if found.files == "jsonl":
         typer.echo("written as JSON lines; for Parquet: pip install 'lightning-rl[parquet]'", err=True)

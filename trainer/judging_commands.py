@@ -86,7 +86,7 @@ def run_judge(
 
 
 def _print(report: JudgingReport, source: str, *, dry_run: bool, waiting: int) -> None:
-    from ..store.commands.tables import print_table
+    from ..store.commands.tables import count_words, print_table
     from ..store.rewards import part_of
 
     if dry_run:
@@ -98,7 +98,8 @@ def _print(report: JudgingReport, source: str, *, dry_run: bool, waiting: int) -
         print_table(("episode", "about", "value", "note"), rows)
     doc = report.as_json()
     typer.echo(
-        f"{source}: {doc['episodes']} episodes judged, {doc['rewarded']} rewarded ({doc['rewards']} rows), "
+        f"{source}: {count_words(doc['episodes'], 'episode')} judged, {doc['rewarded']} rewarded "
+        f"({count_words(doc['rewards'], 'row')}), "
         f"{doc['no_opinion']} without an opinion, {doc['failed']} failed"
         + (f", {waiting} not asked" if waiting else "")
         + ("; nothing was written" if dry_run else "")

@@ -50,6 +50,7 @@ def prune(
     from ...errors import UserError
     from ..database import Database
     from ..prune import Selection, plan
+    from .tables import tell_unknown_policy
     from .times import moment_ms
 
     if before_version is not None and policy is None:
@@ -63,6 +64,8 @@ def prune(
     )
     database = Database.open(db, must_exist=True)
     try:
+        if policy is not None:
+            tell_unknown_policy(database, policy)
         if yes:
             document = _delete(database, selection, vacuum)
         else:
@@ -112,12 +115,16 @@ def _delete(database: Database, selection: Selection, vacuum: bool | None) -> di
 
 
 def _print(document: dict[str, Any]) -> None:
+    from .tables import count_words
+
     rows = {name.replace("_", " "): count for name, count in document["rows"].items() if count}
-    listed = ", ".join(f"{count} {name}" for name, count in rows.items()) or "nothing"
+    listed = (
+        ", ".join(count_words(count, name.removesuffix("s")) for name, count in rows.items()) or "nothing"
+    )
     typer.echo(f"{document['db']}: {'deleted' if document['deleted'] else 'would delete'} {listed}")
     for reason, count in document["left_out"].items():
         if count:
-            typer.echo(f"left out: {count} episode{'s' if count > 1 else ''}: {reason}")
+            typer.echo(f"left out: {count_words(count, 'episode')}: {reason}")
     if document.get("unreferenced_parts"):
         typer.echo(f"would collect {document['unreferenced_parts']} body parts that nothing refers to")
     space = document.get("space")

@@ -31,6 +31,7 @@ def export(
     from ...errors import UserError
     from ..database import Database
     from ..transfer import FORMATS, Part, count_selected, export_log
+    from .tables import tell_unknown_policy
     from .times import moment_ms
 
     if str(target) == "-":
@@ -44,6 +45,8 @@ def export(
     )
     database = Database.open(db, migrate=False, must_exist=True)
     try:
+        if policy is not None:
+            tell_unknown_policy(database, policy)
         with _progress() as bar:
             task = bar.add_task("episodes", total=count_selected(database, part))
             counts = export_log(
@@ -93,9 +96,12 @@ def _progress() -> Any:
 
 
 def _listed(counts: Any) -> str:
+    from .tables import count_words
+
     told = {name: counts.get(name, 0) for name in ("episodes", "calls", "choices", "rewards")}
     others = sum(counts.values()) - sum(told.values())
-    return ", ".join(f"{count} {name}" for name, count in {**told, "other rows": others}.items())
+    listed = {**told, "other rows": others}.items()
+    return ", ".join(count_words(count, name.removesuffix("s")) for name, count in listed)
 
 
 def _say(as_json: bool, document: dict[str, Any], line: str) -> None:

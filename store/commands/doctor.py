@@ -49,13 +49,14 @@ def doctor(
 
 def _print(found: Checkup) -> None:
     from ..doctor import share
-    from .tables import print_table
+    from .tables import count_words, print_table
 
     counts = found.counts
     for line in (
-        f"{counts.calls} calls: {_percent(share(counts.attributed, counts.calls))} in an episode, "
+        f"{count_words(counts.calls, 'call')}: "
+        f"{_percent(share(counts.attributed, counts.calls))} in an episode, "
         f"{_percent(share(counts.complete, counts.calls))} answered to the end",
-        f"{counts.answers} answers: {_percent(share(counts.exact, counts.answers))} exact, "
+        f"{count_words(counts.answers, 'answer')}: {_percent(share(counts.exact, counts.answers))} exact, "
         f"{'about ' if counts.is_estimate else ''}"
         f"{_percent(share(counts.trainable, counts.answers))} trainable, "
         f"{_percent(share(found.temperature_zero, counts.answers))} at temperature 0",
@@ -65,12 +66,17 @@ def _print(found: Checkup) -> None:
     ):
         typer.echo(line)
     rows = [
-        (f"{exclusion.count} {exclusion.what}", exclusion.reason, exclusion.example or "-", exclusion.advice)
+        (
+            count_words(exclusion.count, exclusion.what.removesuffix("s")),
+            exclusion.reason,
+            exclusion.example or "-",
+            exclusion.advice,
+        )
         for exclusion in found.exclusions
     ]
     if found.drift is not None:
         rows += [
-            (f"{cause.count} turns", f"drift: {cause.cause}", cause.example.call_id, cause.advice)
+            (count_words(cause.count, "turn"), f"drift: {cause.cause}", cause.example.call_id, cause.advice)
             for cause in found.drift.causes
         ]
     if rows:

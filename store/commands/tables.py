@@ -10,10 +10,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..database import Database
+
 
 def count_words(count: int, word: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def tell_unknown_policy(database: Database, policy: str) -> None:
+    """On stderr: nothing to do is no error for a script that runs every night, but may be a typo."""
+    import typer
+
+    from ..listing import has_policy
+
+    with database.read() as conn:
+        if not has_policy(conn, policy):
+            typer.echo(f"no episode of the log began with policy {policy!r}", err=True)
 
 
 def in_words(value: Any) -> str:

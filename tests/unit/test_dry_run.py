@@ -200,6 +200,16 @@ def test_mistakes_are_one_line(log, tmp_path):
     assert run("--db", log.url, "--explain", "x", "--watch").exit_code != 0
 
 
+def test_agents_that_made_no_call_train_nothing_and_that_is_told(log, tmp_path):
+    play(log, "t0", [1.0, 0.0])
+    arguments = ("--db", log.url, "--manifests", str(tmp_path / "p"), "--no-progress")
+    told = run(*arguments, "--train-agent", "nobody")
+    assert told.exit_code == 0
+    assert "nothing would be trained (calls of agent 'nobody' only)" in told.stderr
+    assert "manifests of 1 step in" in told.stdout
+    assert "nothing would" not in run(*arguments, "--train-agent", "a").stderr
+
+
 def test_it_needs_no_torch(log, tmp_path):
     play(log, "t0", [1.0, 0.0])
     program = (

@@ -46,7 +46,7 @@ def test_nothing_goes_without_yes(database: Database) -> None:
     before = rows_by_table(database)
     result = run("--episode", "b0")
     assert result.exit_code == 0, result.output
-    assert "would delete 3 calls, 3 choices, 1 rewards, 1 episodes" in result.output
+    assert "would delete 3 calls, 3 choices, 1 reward, 1 episode" in result.output
     assert "add --yes" in result.output
     assert rows_by_table(database) == before
     result = run("--episode", "b0", "--yes", "--json")
@@ -66,11 +66,21 @@ def test_age_is_days_or_a_date(database: Database) -> None:
             (month_ago, month_ago, month_ago),
         )
     assert "would delete nothing" in run("--older-than", "31").output
-    assert "1 episodes" in run("--older-than", "29").output
-    assert "1 episodes" in run("--older-than", "2w").output
+    assert "1 episode" in run("--older-than", "29").output
+    assert "1 episode" in run("--older-than", "2w").output
     assert "2 episodes" in run("--older-than", "2200-01-01").output
     assert run("--older-than", "29", "--yes").exit_code == 0
-    assert "1 episodes" in run("--older-than", "2200-01-01").output
+    assert "1 episode" in run("--older-than", "2200-01-01").output
+
+
+def test_a_policy_that_no_episode_began_with_is_told(database: Database, tmp_path: Path) -> None:
+    play(database, "a", "t", 1.0)
+    words = "no episode of the log began with policy 'nope'"
+    result = run("--policy", "nope", "--yes")
+    assert (result.exit_code, words in result.stderr) == (0, True)
+    result = CliRunner().invoke(app, ["db", "export", str(tmp_path / "x"), "--policy", "nope"])
+    assert (result.exit_code, words in result.stderr) == (0, True)
+    assert words not in run("--policy", "policy").output
 
 
 def test_running_episodes_have_no_age_and_are_counted(database: Database) -> None:
@@ -80,7 +90,7 @@ def test_running_episodes_have_no_age_and_are_counted(database: Database) -> Non
     result = run("--older-than", "1s", "--yes")
     assert "deleted nothing" in result.output
     assert "left out: 1 episode: it has not ended" in result.output
-    assert "1 episodes" in run("--episode", "going-on").output, "named, it goes"
+    assert "1 episode" in run("--episode", "going-on").output, "named, it goes"
 
 
 def test_mistakes_get_one_line_and_delete_nothing(database: Database) -> None:

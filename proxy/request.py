@@ -5,6 +5,7 @@ Pure reading of a body; nothing is changed here (inject.py) and no answer is kno
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,9 @@ _SAMPLING = (
 )
 _GREEDY_BELOW = 0.01
 """vLLM samples greedily below 1e-5 and raises what is between to 0.01: not the temperature that was sent."""
+
+_PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb"\\(?:" + _PAIR + rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
 
 _TEXT_PARTS = ("text", "refusal", "thinking")
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
@@ -89,8 +93,25 @@ def _object(body: bytes) -> dict[str, Any] | None:
     try:
         doc = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return None
+        doc = _with_half_characters(body)
     return doc if isinstance(doc, dict) else None
+
+
+def _with_half_characters(body: bytes) -> Any:
+    """As the engine reads it, which takes `"\\ud800"` alone; here it is U+FFFD, which can be written down."""
+    mended = _ESCAPE.sub(_whole, body)
+    if mended == body:
+        return None
+    try:
+        doc = orjson.loads(mended)
+    except orjson.JSONDecodeError:
+        return None
+    # A name is sent on and written: half of one is nobody's.
+    return None if isinstance(doc, dict) and "\ufffd" in str(doc.get("model")) else doc
+
+
+def _whole(escape: re.Match[bytes]) -> bytes:
+    return escape.group() if escape.group(1) is None else b"\\ufffd"
 
 
 def _unrecordable(dialect: str, doc: Mapping[str, Any], content_type: str) -> str | None:

@@ -92,7 +92,7 @@ def _number(text: str) -> int | float:
 
 
 def _key(token: bytes) -> str:
-    return str(orjson.loads(token)) if b"\\" in token else token[1:-1].decode()
+    return str(json.loads(token)) if b"\\" in token else token[1:-1].decode()  # it takes half characters
 
 
 def apply(text: bytes, edits: Sequence[Edit]) -> bytes:

@@ -142,6 +142,20 @@ def test_what_can_not_be_injected_passes_untouched(running: Running) -> None:
     assert [choice["quarantine"] for choice in choices_of(running, "echo")] == ["unrecordable"]
 
 
+def test_half_a_character_keeps_its_alias_and_its_tokens(running: Running) -> None:
+    half = b'{"model": "gpt-4o", "a\\udfff": 1, "messages": [{"role": "user", "content": '
+    half += b'"\\\\ud800 \\ud83d\\ude00 \\ud800"}]}'
+    answer = ask(running.url, f"/episodes/half{CHAT}", half)
+    assert (answer.status, json.loads(answer.body)["model"]) == (200, "gpt-4o")
+    sent = running.engine.received[-1]["body"]
+    assert sent.startswith(half.replace(b"gpt-4o", b"base")[:-1])
+    row = call_of(running, "half")
+    assert (row["unrecordable"], row["requested_model"], row["served_model"]) == (None, "gpt-4o", "base")
+    nameless = half.replace(b"gpt-4o", b"\\ud800")
+    ask(running.url, CHAT, nameless)
+    assert running.engine.received[-1]["body"] == nameless
+
+
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'{"model":"base"}', chat(model="missing-model")])
 def test_error_bodies(running: Running, body: bytes) -> None:
     same(ask(running.engine_url, CHAT, body), ask(running.url, CHAT, body))

@@ -7,6 +7,7 @@ adapter and no weight is touched.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -193,8 +194,11 @@ def render(url: str, findings: Sequence[Finding]) -> None:
     for finding in findings:
         mark = "[green]yes[/]" if finding.is_fine else "[red]NO[/]" if finding.is_needed else "[yellow]no[/]"
         table.add_row(mark, finding.name, finding.found, finding.lost, finding.remedy)
-    console = Console()
+    # In a pipe as wide as the longest line, so that flags can be copied.
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
     console.print(table)
+    if any(not finding.is_fine for finding in findings):
+        console.print("NO: recording is not exact without it; no: worth having", highlight=False)
     lacking = [finding.name for finding in findings if finding.is_needed and not finding.is_fine]
     console.print(
         f"recording is NOT exact: {', '.join(lacking)}" if lacking else "recording is exact", highlight=False

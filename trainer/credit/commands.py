@@ -24,10 +24,10 @@ def list_rules(
     """Every rule with its formula, paper and options; those of installed packages too."""
     import json
 
-    from rich.console import Console
     from rich.table import Table
 
     from ...errors import SettingsError
+    from ...store.commands.tables import terminal
     from .registry import known_rules
 
     found = list(known_rules())
@@ -44,7 +44,7 @@ def list_rules(
             table.add_row(name, f"broken: {rule}", "", "")
         else:
             table.add_row(name, rule.formula, _options(rule), rule.paper)
-    Console().print(table, markup=False)
+    terminal().print(table, markup=False)
 
 
 def _options(rule: CreditRule[Any]) -> str:

@@ -30,7 +30,7 @@ def _import(database: Database, *lines: object) -> tuple[int, int]:
 @behaviour
 def test_many_rewards_are_written_together_or_not_at_all(database: Database) -> None:
     write(database, *(entry for i in range(3) for entry in (intent(f"c{i}", f"e{i}"), end(f"c{i}"))))
-    lines = [{"id": f"r{i}", "episode": f"e{i % 3}", "value": i, "note": "\x00\ud800"} for i in range(200)]
+    lines = [{"id": f"r{i}", "episode": f"e{i % 3}", "value": i, "note": "fine \u00e9"} for i in range(200)]
     last = {"id": "last", "episode": "e0", "value": 7, "supersedes": "r3", "call": "c0"}
     with pytest.raises(UserError, match="line 201: no episode 'nobody'"):
         _import(database, *lines, {"episode": "nobody", "value": 1})

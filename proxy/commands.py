@@ -6,12 +6,14 @@ import errno
 import gc
 import ipaddress
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -89,8 +91,8 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
     """Open the log, find the engine, listen, serve until a signal, drain."""
     import asyncio
 
-    from ..store.database import Database
     from .engine_watch import require_engine
+    from .oddities import oddities
     from .workers import Workers
 
     _set_up_logging(settings.log_level)
@@ -100,9 +102,12 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
         typer.echo(f"ready: set OPENAI_BASE_URL={base_url(listener)}")
 
     try:
-        Database.open(settings.db).close()  # its mistakes come first, and once
+        _require_other_address(settings, listener)
+        policies = _known_policies(settings)  # the log's mistakes come first, and once
         if checks_engine:
-            asyncio.run(require_engine(settings))
+            models = asyncio.run(require_engine(settings))
+            for line in oddities(settings, models, policies, os.environ):
+                logging.getLogger("lightning.proxy").warning("%s", line)
         serve = serve_on if checks_engine else serve_at_once
         if settings.workers == 1:
             serve(settings, listener, say_ready)
@@ -242,6 +247,26 @@ def _listen(host: str, port: int) -> socket.socket:
         step = steps.get(error.errno or 0, "choose another --host")
         raise UserError(f"can't listen on {host}:{port}: {error.strerror}; {step}") from None
     return listener
+
+
+def _known_policies(settings: ProxySettings) -> list[str]:
+    from ..store.database import Database
+    from ..store.policies import policy_names
+
+    database = Database.open(settings.db)
+    try:
+        with database.read() as conn:
+            return policy_names(conn)
+    finally:
+        database.close()
+
+
+def _require_other_address(settings: ProxySettings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    for url in settings.engine_url:
+        parts = urlsplit(url)
+        if parts.port == port and parts.hostname in (host, settings.host, "127.0.0.1", "localhost", "::1"):
+            raise UserError(f"engine_url {url} is the address of this proxy; give vLLM's, or another --port")
 
 
 def _require_token(settings: ProxySettings) -> None:

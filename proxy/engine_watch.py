@@ -17,6 +17,7 @@ from ..errors import EngineError
 from ..settings import ProxySettings
 from .app import ProxyApp
 from .engines import Holding
+from .oddities import is_proxy
 from .place import BASE_LABEL, Handle, what_is_missing
 
 LOOK_SEC = 1.0
@@ -43,14 +44,25 @@ async def engine_handles(app: ProxyApp) -> AsyncIterator[list[Handle]]:
             await client.close()
 
 
-async def require_engine(settings: ProxySettings) -> None:
-    """Raises EngineError with the next step when no engine answers, or one serves no base model."""
+async def require_engine(settings: ProxySettings) -> set[str]:
+    """The names of the engines' models; of another proxy as an engine it warns.
+
+    Raises EngineError with the next step when no engine answers, or one serves no base model.
+    """
+    names: set[str] = set()
     gone: EngineGoneError | None = None
     is_there = False
     for client in _clients(settings):
         try:
             await client.base_model()
             is_there = True
+            names |= {model.name for model in await client.models()}
+            if await is_proxy(client):
+                logger.warning(
+                    "the engine at %s is a lightning proxy itself: what is asked here is recorded there too; "
+                    "give vLLM's own address",
+                    client.url,
+                )
         except EngineGoneError as error:
             gone = error
         finally:
@@ -60,6 +72,7 @@ async def require_engine(settings: ProxySettings) -> None:
             f"{gone}; start one with `lightning engine serve MODEL`, "
             "or start the proxy with --no-engine-check"
         ) from None
+    return names
 
 
 class EngineWatch:

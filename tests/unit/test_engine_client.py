@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 
-from lightning_rl.engine.check import Finding, as_document, examine
+from lightning_rl.engine.check import Finding, as_document, examine, render
 from lightning_rl.engine.client import EngineClient, EngineGoneError, EngineRefusedError
 from lightning_rl.engine.fingerprint import read_fingerprint
 from lightning_rl.engine.probes import PROBE_MESSAGES, PROBE_TEXT, tokenizer_probe
@@ -334,3 +334,11 @@ def test_check_names_what_is_lacking_and_the_flag(
 def test_logprobs_of_zero_are_finite() -> None:
     scored = with_client(TinyVllm(), lambda client: client.score("base", token_ids([0, 0])))
     assert all(math.isfinite(value) for value in scored)
+
+
+def test_in_a_pipe_no_flag_is_cut_in_two(capsys: pytest.CaptureFixture[str]) -> None:
+    render("http://engine", list(found("adapters", "processed").values()))
+    shown = capsys.readouterr().out
+    assert "--logprobs-mode processed_logprobs" in shown
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in shown
+    assert "NO: recording is not exact without it" in shown

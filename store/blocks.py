@@ -117,22 +117,32 @@ def load_prompts(conn: sa.Connection, names: Iterable[bytes]) -> dict[bytes, Tok
     wanted = set(names)
     blocks: dict[bytes, tuple[bytes | None, TokenIds]] = {}
     for chunk in chunks(sorted(wanted - blocks.keys())):
-        for name, parent, packed in conn.execute(_chains(chunk)):
+        for name, parent, packed in conn.execute(_chains(conn, chunk)):
             blocks[name] = (parent, unpack_ids(packed))
     return {name: _joined(name, blocks) for name in wanted}
 
 
-def _chains(names: list[bytes]) -> sa.Select[bytes, bytes | None, bytes]:
+def _chains(conn: sa.Connection, names: list[bytes]) -> sa.Select[bytes, bytes | None, bytes]:
     """All blocks on the way from these to their roots. UNION, not UNION ALL, visits a shared block once."""
     start = sa.select(token_blocks.c.hash, token_blocks.c.parent).where(token_blocks.c.hash.in_(names))
     chain = start.cte("chain", recursive=True)
-    parents = sa.select(token_blocks.c.hash, token_blocks.c.parent).join(
-        chain, token_blocks.c.hash == chain.c.parent
+    if conn.dialect.name == "sqlite":  # which looks each block up in its index by itself
+        parents = sa.select(token_blocks.c.hash, token_blocks.c.parent).join(
+            chain, token_blocks.c.hash == chain.c.parent
+        )
+        chain = chain.union(parents)
+        return sa.select(token_blocks.c.hash, token_blocks.c.parent, token_blocks.c.ids).join(
+            chain, token_blocks.c.hash == chain.c.hash
+        )
+    # Postgres takes a chain for long and reads the whole table instead; OFFSET 0 makes it look up each block.
+    above = sa.select(token_blocks.c.hash, token_blocks.c.parent)
+    above_each = above.where(token_blocks.c.hash == chain.c.parent).offset(0).lateral("above")
+    chain = chain.union(
+        sa.select(above_each.c.hash, above_each.c.parent).select_from(chain.join(above_each, sa.true()))
     )
-    chain = chain.union(parents)
-    return sa.select(token_blocks.c.hash, token_blocks.c.parent, token_blocks.c.ids).join(
-        chain, token_blocks.c.hash == chain.c.hash
-    )
+    block = sa.select(token_blocks.c.hash, token_blocks.c.parent, token_blocks.c.ids)
+    each = block.where(token_blocks.c.hash == chain.c.hash).offset(0).lateral("block")
+    return sa.select(each.c.hash, each.c.parent, each.c.ids).select_from(chain.join(each, sa.true()))
 
 
 def _joined(name: bytes, blocks: dict[bytes, tuple[bytes | None, TokenIds]]) -> TokenIds:

@@ -176,11 +176,13 @@ def _insert_text(
     row = f"({', '.join(slots)})"
     names = ", ".join(f'"{column}"' for column in columns)
     keys = ", ".join(f'"{key}"' for key in _keys(table))
-    action = "UPDATE SET " + ", ".join(f'"{name}" = excluded."{name}"' for name in updated)
-    return (
-        f'INSERT INTO "{table.name}" ({names}) VALUES {", ".join([row] * num_rows)} '
-        f"ON CONFLICT ({keys}) DO {action if updated else 'NOTHING'}"
-    )
+    # Nothing is done whatever the conflict: of two writers that insert one group at once, Postgres may let
+    # the second meet its other unique constraint (task and batch) before its key.
+    action = "ON CONFLICT DO NOTHING"
+    if updated:
+        values = ", ".join(f'"{name}" = excluded."{name}"' for name in updated)
+        action = f"ON CONFLICT ({keys}) DO UPDATE SET {values}"
+    return f'INSERT INTO "{table.name}" ({names}) VALUES {", ".join([row] * num_rows)} {action}'
 
 
 @cache

@@ -409,6 +409,29 @@ def test_many_writers_on_shared_episodes_lose_and_double_nothing(database: Datab
     assert sum(len(episode.rewards) for episode in loaded) == num_writers * num_batches
 
 
+@behaviour
+def test_writers_that_begin_one_group_at_the_same_moment_agree(database: Database) -> None:
+    num_writers, num_tasks = 6, 25
+    together = threading.Barrier(num_writers)
+    failures: list[BaseException] = []
+
+    def work(writer: int) -> None:
+        for task in range(num_tasks):
+            together.wait()
+            try:
+                write(database, intent(f"c{writer}.{task}", f"e{writer}.{task}", task=f"t{task}"))
+            except Exception as error:  # noqa: BLE001 - a thread's errors are the test's
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(writer,)) for writer in range(num_writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(rows_by_table(database)["groups"]) == num_tasks
+
+
 def _ready_group(database: Database, task: str, count: int = 2) -> str:
     for index in range(count):
         name = f"{task}-{index}"

@@ -50,9 +50,10 @@ types: | $(INSTALLED)
 
 unit: | $(INSTALLED)
 	@# One thread for each of the two test processes: two each would spin against each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit
 
 test: check | $(INSTALLED) postgres ## everything but the demo and the benches: real engine, real Postgres
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/unit
 	@$(MAKE) --no-print-directory model
 	LIGHTNING_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/integration
 

@@ -28,6 +28,8 @@ from lightning_rl.store.blocks import unpack_floats, unpack_ids
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
 
+pytestmark = pytest.mark.slow  # starts processes that take seconds
+
 if not is_installed():
     pytest.skip("needs the extra [providers]", allow_module_level=True)
 

@@ -20,6 +20,8 @@ from lightning_rl.proxy.dialects.translator import is_installed
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.bodies import unpack_json
 
+pytestmark = pytest.mark.slow  # starts processes that take seconds
+
 if not is_installed():
     pytest.skip("needs the extra [providers]", allow_module_level=True)
 

@@ -20,6 +20,8 @@ from fakes.fake_vllm import FakeVllm, serving
 
 from lightning_rl.store.database import Database
 
+pytestmark = pytest.mark.slow  # starts processes that take seconds
+
 PATH = "/episodes/e/v1/chat/completions"
 BODY = json.dumps({"model": "base", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
 

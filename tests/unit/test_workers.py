@@ -24,6 +24,8 @@ from lightning_rl.settings import ProxySettings
 from lightning_rl.store import fleet as rows
 from lightning_rl.store.database import Database
 
+pytestmark = pytest.mark.slow  # starts processes that take seconds
+
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
 

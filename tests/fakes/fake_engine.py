@@ -10,9 +10,20 @@ from pathlib import Path
 
 from lightning_rl.engine.checksum import checksum_of
 from lightning_rl.engine.client import EngineGoneError, EngineModel, EngineRefusedError
-from lightning_rl.records import Logprobs, TokenIds, logprobs
+from lightning_rl.records import (
+    Logprobs,
+    PolicyVersion,
+    ProbeSequence,
+    TokenIds,
+    VersionStatus,
+    WeightsKind,
+    logprobs,
+    now_ms,
+    token_ids,
+)
 
 BASE = "base"
+PROBED = (token_ids(range(3, 60)), token_ids(range(100, 180)))
 
 
 def write_folder(folder: Path, weight: float, *, is_adapter: bool = False) -> str:
@@ -36,6 +47,29 @@ def read_weight(folder: str) -> float:
 def model_logprobs(weight: float, ids: TokenIds) -> Logprobs:
     """What this "model" thinks of ids[1:]: some tokens move much with the weight, most move little."""
     return logprobs([-2 + weight * 0.1 * math.sin(token + i) ** 9 for i, token in enumerate(ids[1:])])
+
+
+def trained_version(
+    folder: Path, version: int, kind: WeightsKind, before: float | None = None
+) -> PolicyVersion:
+    """A candidate whose weight is its number, with its folder; `before`: the weight before its step."""
+    path, weight = folder / f"v{version}", float(version)
+    old = weight - 1 if before is None else before
+    return PolicyVersion(
+        policy="policy",
+        version=version,
+        status=VersionStatus.CANDIDATE,
+        kind=kind,
+        path=str(path),
+        checksum=write_folder(path, weight, is_adapter=kind is WeightsKind.LORA),
+        probe=tuple(
+            ProbeSequence(ids, model_logprobs(old, ids), model_logprobs(weight, ids)) for ids in PROBED
+        ),
+        base_model=None,
+        run_id=None,
+        step=None,
+        created_at_ms=now_ms(),
+    )
 
 
 class FakeEngine:

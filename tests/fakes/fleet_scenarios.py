@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
+from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.log_rows import intent
 
 from lightning_rl.errors import EngineError
@@ -24,14 +24,13 @@ from lightning_rl.proxy.gate import Gate
 from lightning_rl.proxy.place import Handle
 from lightning_rl.proxy.policies import LivePolicies
 from lightning_rl.proxy.serving import _keep_in_touch, _work
-from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
+from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.append import append_entries
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
-SEQUENCES = [token_ids(range(3, 60)), token_ids(range(100, 180))]
 TIMES = Times(heartbeat_sec=0.1, fence_sec=0.8, gone_sec=1.2)
 URLS = ["http://engine-0", "http://engine-1"]
 WAIT_SEC = 60.0
@@ -183,25 +182,7 @@ class Fleet:
         return first, second
 
     def candidate(self, version: int, kind: WeightsKind, before: float | None = None) -> None:
-        path, weight = self.folder / f"v{version}", float(version)
-        old = weight - 1 if before is None else before
-        checksum = write_folder(path, weight, is_adapter=kind is LORA)
-        row = PolicyVersion(
-            policy="policy",
-            version=version,
-            status=VersionStatus.CANDIDATE,
-            kind=kind,
-            path=str(path),
-            checksum=checksum,
-            probe=tuple(
-                ProbeSequence(ids, model_logprobs(old, ids), model_logprobs(weight, ids)) for ids in SEQUENCES
-            ),
-            base_model=None,
-            run_id=None,
-            step=None,
-            created_at_ms=now_ms(),
-            verdict=None,
-        )
+        row = trained_version(self.folder, version, kind, before)
         with self.database.write() as conn:
             add_candidate(conn, row)
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
+from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.engines import Engines, EngineState
@@ -17,13 +17,12 @@ from lightning_rl.proxy.gate import Gate
 from lightning_rl.proxy.place import Handle, OwnGate, Place
 from lightning_rl.proxy.policies import LivePolicies, Served
 from lightning_rl.proxy.publisher import Publisher
-from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
+from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
-SEQUENCES = [token_ids(range(3, 60)), token_ids(range(100, 180))]
 
 
 class Cluster:
@@ -48,26 +47,7 @@ class Cluster:
         return self.fakes[self.engines.all.index(state)]
 
     def candidate(self, version: int, kind: WeightsKind, before: float | None = None) -> None:
-        path, weight = self.folder / f"v{version}", float(version)
-        old = weight - 1 if before is None else before
-        checksum = write_folder(path, weight, is_adapter=kind is LORA)
-        probe = tuple(
-            ProbeSequence(ids, model_logprobs(old, ids), model_logprobs(weight, ids)) for ids in SEQUENCES
-        )
-        row = PolicyVersion(
-            policy="policy",
-            version=version,
-            status=VersionStatus.CANDIDATE,
-            kind=kind,
-            path=str(path),
-            checksum=checksum,
-            probe=probe,
-            base_model=None,
-            run_id=None,
-            step=None,
-            created_at_ms=now_ms(),
-            verdict=None,
-        )
+        row = trained_version(self.folder, version, kind, before)
         with self.database.write() as conn:
             add_candidate(conn, row)
 

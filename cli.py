@@ -21,7 +21,7 @@ from .proxy.commands import app as proxy_app
 from .store.commands import calls_app, db_app, doctor, episodes_app, reward_app
 from .trainer.commands import train
 from .trainer.credit.commands import credit_app
-from .trainer.judging_commands import run_judge
+from .trainer.judging.commands import run_judge
 
 
 class _OneLineErrors(TyperGroup):

@@ -20,24 +20,24 @@ from ..settings import ProxySettings
 from ..store.append import add_fingerprint
 from ..store.database import Database
 from .api import ApiContext, create_api
-from .client import TOO_LARGE, Client, Message, Receive, Scope, Send
+from .attribution.inference import Inference
+from .attribution.keys import EpisodeKeys, holds_token, sent_keys
+from .attribution.kinds import Kinds
+from .attribution.lineage import Lineage
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
-from .engines import Engines
-from .gate import Gate
 from .incoming import Parts
-from .inference import Inference
-from .keys import EpisodeKeys, holds_token, sent_keys
-from .kinds import Kinds
-from .lineage import Lineage
+from .live.engines import Engines
+from .live.gate import Gate
+from .live.policies import LivePolicies
 from .metrics import CallMetrics
-from .policies import LivePolicies
 from .providers import ProviderFront, vendors
 from .recorder import Recorder
 from .redaction import Redactor, rules_of
 from .relay import Relay
-from .upstream import Upstream
+from .transport.client import TOO_LARGE, Client, Message, Receive, Scope, Send
+from .transport.upstream import Upstream
 
 logger = logging.getLogger("lightning.proxy")
 

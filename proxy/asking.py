@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 
 from ..errors import EngineError
-from .engines import Engines, EngineState
-from .policies import Lease
-from .upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, Upstream
+from .live.engines import Engines, EngineState
+from .live.policies import Lease
+from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, Upstream
 
 logger = logging.getLogger("lightning.relay")
 

@@ -16,9 +16,9 @@ from ..engine.client import EngineClient, EngineGoneError
 from ..errors import EngineError
 from ..settings import ProxySettings
 from .app import ProxyApp
-from .engines import Holding
+from .live.engines import Holding
 from .oddities import is_proxy
-from .place import BASE_LABEL, Handle, what_is_missing
+from .publishing.place import BASE_LABEL, Handle, what_is_missing
 
 LOOK_SEC = 1.0
 

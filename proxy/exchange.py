@@ -13,19 +13,19 @@ from collections.abc import Callable
 
 from ..errors import EngineError, StoreError, UserError
 from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallMoved, CallStatus, now_ms
-from .address import attribute, without_episode
 from .asking import Asking, give_engine
-from .capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
-from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
-from .engines import EngineState
+from .attribution.address import attribute, without_episode
 from .incoming import Incoming, Parts, make_intent
-from .inject import Injection, inject
-from .plain_chunks import PlainChunks
-from .policies import Lease
-from .request import Request, read_request
-from .sse import Framer, data_of
-from .upstream import FAILURES, EngineAnswer, response_headers
-from .whole_answers import no_pause, read_answer, short_pause, unpacked
+from .live.engines import EngineState
+from .live.policies import Lease
+from .messages.capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
+from .messages.inject import Injection, inject
+from .messages.plain_chunks import PlainChunks
+from .messages.request import Request, read_request
+from .messages.sse import Framer, data_of
+from .messages.whole_answers import no_pause, read_answer, short_pause, unpacked
+from .transport.client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError
+from .transport.upstream import FAILURES, EngineAnswer, response_headers
 
 LEFT = "the client left before the answer was complete"
 STOPPED = "the proxy was stopped"

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..records import Attribution, CallEnd, CallIntent, LogEntry, new_id, now_ms
-from .address import Address
-from .client import Client
-from .engines import Engines
-from .inference import Inference
-from .kinds import Kinds
-from .lineage import Lineage, digest
-from .policies import Lease, LivePolicies
-from .request import Request
+from .attribution.address import Address
+from .attribution.inference import Inference
+from .attribution.kinds import Kinds
+from .attribution.lineage import Lineage, digest
+from .live.engines import Engines
+from .live.policies import Lease, LivePolicies
+from .messages.request import Request
 from .routes import Route
-from .upstream import Headers, Upstream
+from .transport.client import Client
+from .transport.upstream import Headers, Upstream
 
 
 class CallRecorder(Protocol):

@@ -30,17 +30,17 @@ from ..records import (
     now_ms,
 )
 from ..settings import ProviderSettings
-from .capture import MAX_ERROR_CHARS, Ending, StreamReader, make_end
-from .client import Client
 from .dialects.errors import refuse
 from .dialects.translator import MISSING_FOR_VENDORS, Translator, TranslatorError, is_installed
 from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE_EVENT, Summary, Vendor
 from .exchange import LEFT, STOPPED
 from .incoming import CallFront, Incoming, Parts
-from .request import Request
-from .splice import parse
-from .sse import Framer, data_of
-from .upstream import FAILURES
+from .messages.capture import MAX_ERROR_CHARS, Ending, StreamReader, make_end
+from .messages.request import Request
+from .messages.splice import parse
+from .messages.sse import Framer, data_of
+from .transport.client import Client
+from .transport.upstream import FAILURES
 
 _ID_PREFIX = {"chat": "chatcmpl-", "messages": "msg_", "responses": "resp_"}
 

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from .engines import Engines
-from .policies import LivePolicies
+from .live.engines import Engines
+from .live.policies import LivePolicies
 from .recorder import FULL, STALLED
 
 LOOK_SEC = 0.05

@@ -14,19 +14,27 @@ from typing import Any
 import orjson
 
 from ..errors import EngineError, StoreError, UserError
-from .address import Address, misspelt, read_address
-from .client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
-from .engines import EngineState
+from .attribution.address import Address, misspelt, read_address
+from .attribution.keys import (
+    REFUSAL,
+    EpisodeKeys,
+    RefusedKeyError,
+    check_query,
+    check_url,
+    holds_token,
+    sent_keys,
+)
 from .exchange import serve_call
 from .incoming import Incoming, Parts
-from .inject import Injection, inject
-from .keys import REFUSAL, EpisodeKeys, RefusedKeyError, check_query, check_url, holds_token, sent_keys
-from .policies import Served
-from .request import read_request
+from .live.engines import EngineState
+from .live.policies import Served
+from .messages.inject import Injection, inject
+from .messages.request import read_request
+from .messages.splice import Edit, apply, locate, parse
 from .routes import Route, find_route, is_websocket_route
-from .splice import Edit, apply, locate, parse
-from .upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, response_headers
-from .websocket import pass_websocket, refuse_websocket
+from .transport.client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
+from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, response_headers
+from .transport.websocket import pass_websocket, refuse_websocket
 
 logger = logging.getLogger("lightning.relay")
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from ..errors import LightningError
 from .app import ProxyApp
 from .engine_watch import EngineWatch, engine_handles
-from .fleet import Member, Times
-from .guarded import GuardedEngine
-from .place import Handle, Place
-from .publisher import Publisher
+from .publishing.fleet import Member, Times
+from .publishing.guarded import GuardedEngine
+from .publishing.place import Handle, Place
+from .publishing.publisher import Publisher
 
 DRAIN_TIMEOUT_SEC = 120.0
 FORGET_ENDED_SEC = 2.0

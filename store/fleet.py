@@ -2,7 +2,7 @@
 
 Times are the database's: proxies' clocks may differ. Each function runs in the caller's transaction; those
 that write take the lease's row first, so that Postgres writers follow each other. What the rows mean for
-calls is the proxy's (proxy/fleet.py).
+calls is the proxy's (proxy/publishing/fleet.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Keys issued for episodes: an agent that has only an API-key slot says with one whose calls it makes.
 
-The log holds a key's hash, never the key (proxy/keys.py makes them). Runs in the caller's transaction.
+The log holds a key's hash, never the key (proxy/attribution/keys.py makes them). Runs in the
+caller's transaction.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .schema import metadata
 if TYPE_CHECKING:
     from alembic.config import Config
 
-HEAD = "0005"
+HEAD = "0007"
 """The newest revision in migrations/versions; a test holds it to the files."""
 
 _LOCK_KEY = 0x4C49_4748_544E  # "LIGHTN": names the Postgres advisory lock of a running upgrade

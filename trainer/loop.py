@@ -22,17 +22,17 @@ from ..store.database import Database
 from ..store.policies import add_candidate, live_version, versions
 from ..store.read import load_groups
 from ..store.runs import add_manifest, create_run, end_run, finish_step
-from . import models
+from .batches.packing import MicroBatch, cheapest_batches
 from .candidate import Handover, Probe
-from .manifest_files import WrittenPlan, read_plan
-from .packing import MicroBatch, cheapest_batches
-from .plan import StepPlan, transitions, withheld
-from .planning import NO_VALUES, Planner, plan_settings
+from .planning.manifest_files import WrittenPlan, read_plan
+from .planning.plan import StepPlan, transitions, withheld
+from .planning.planner import NO_VALUES, Planner, plan_settings
+from .planning.reasons import Reason
 from .process import environment, sigterm_interrupts
-from .reasons import Reason
 from .report import RunReport, StepLine
-from .step_trainer import StepTrainer, build_trainer, correction_of, measured, require_finite, timed
-from .values import StepValues, Valuer
+from .steps import models
+from .steps.step_trainer import StepTrainer, build_trainer, correction_of, measured, require_finite, timed
+from .steps.values import StepValues, Valuer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .plan import StepCounts
+from .planning.plan import StepCounts
 
 STEP_LOG = "steps.jsonl"
 

@@ -70,10 +70,10 @@ class _Learner:
         from play import new_model, tokenizer
 
         from lightning_rl.settings import TrainSettings
-        from lightning_rl.trainer.models import shape_of
-        from lightning_rl.trainer.objective import Objective
-        from lightning_rl.trainer.planning import plan_settings
-        from lightning_rl.trainer.trl_bridge import BridgeSettings, RecordedTrainer
+        from lightning_rl.trainer.planning.planner import plan_settings
+        from lightning_rl.trainer.steps.models import shape_of
+        from lightning_rl.trainer.steps.objective import Objective
+        from lightning_rl.trainer.steps.trl_bridge import BridgeSettings, RecordedTrainer
 
         self._run = run
         settings = TrainSettings(model=Path(), credit=RULES[run.rule])
@@ -105,10 +105,10 @@ class _Learner:
         from play import play
         from world import Task
 
+        from lightning_rl.trainer.batches.packing import cheapest_batches
         from lightning_rl.trainer.credit.base import CreditContext
-        from lightning_rl.trainer.packing import cheapest_batches
-        from lightning_rl.trainer.plan import plan_step, transitions
-        from lightning_rl.trainer.values import StepValues
+        from lightning_rl.trainer.planning.plan import plan_step, transitions
+        from lightning_rl.trainer.steps.values import StepValues
 
         while True:
             tasks = [Task.random(f"s{self._steps}-{i}", self._random) for i in range(TASKS_PER_STEP)]
@@ -134,7 +134,7 @@ class _Learner:
                 known.teach(self._critic, self, groups)
 
     def value_targets(self, groups: Any, values: Any) -> dict[str, float]:
-        from lightning_rl.trainer.selection import judge_group
+        from lightning_rl.trainer.planning.selection import judge_group
 
         judged = [judge_group(group, self._planning.selection) for group in groups]
         return self._planning.credit.value_targets(judged, values)
@@ -144,7 +144,7 @@ class _Learner:
 
         import torch
 
-        from lightning_rl.trainer.critic import Critic, CriticSettings, OwnBody
+        from lightning_rl.trainer.steps.critic import Critic, CriticSettings, OwnBody
 
         settings = CriticSettings(learning_rate=CRITIC_LEARNING_RATE, epochs=2, micro_batch_tokens=8192)
         return Critic(OwnBody(copy.deepcopy(model.base_model)), settings, self._shape, torch.device("cpu"))

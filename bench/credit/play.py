@@ -25,7 +25,7 @@ from lightning_rl.records import (
     logprobs,
     token_ids,
 )
-from lightning_rl.trainer import attention
+from lightning_rl.trainer.steps import attention
 
 EPISODES_PER_TASK = 8
 _WARM_UP_STEPS = 150

@@ -16,7 +16,7 @@ from lightning_rl.store.database import Database
 from lightning_rl.store.doctor import check_up
 from lightning_rl.store.episode_view import load_view
 from lightning_rl.store.listing import EpisodeFilter, list_episodes, list_unattributed
-from lightning_rl.trainer.source import GroupSource
+from lightning_rl.trainer.planning.source import GroupSource
 
 REPEATS = 3
 GROUPS_PER_STEP = 8

@@ -26,13 +26,13 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_rl.records import Transition
-from lightning_rl.trainer import attention
-from lightning_rl.trainer.batch import tree_batches
-from lightning_rl.trainer.models import shape_of
-from lightning_rl.trainer.objective import Objective
-from lightning_rl.trainer.packing import MicroBatch, cheapest_batches
-from lightning_rl.trainer.rows import merged_batches, rows_batches
-from lightning_rl.trainer.trl_bridge import BridgeSettings, GRPOTrainer, RecordedTrainer
+from lightning_rl.trainer.batches.packing import MicroBatch, cheapest_batches
+from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
+from lightning_rl.trainer.batches.tree import tree_batches
+from lightning_rl.trainer.steps import attention
+from lightning_rl.trainer.steps.models import shape_of
+from lightning_rl.trainer.steps.objective import Objective
+from lightning_rl.trainer.steps.trl_bridge import BridgeSettings, GRPOTrainer, RecordedTrainer
 
 VOCABULARY = 8192
 MICRO_BATCH_TOKENS = 4096

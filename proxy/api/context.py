@@ -15,11 +15,11 @@ from starlette.concurrency import run_in_threadpool
 from ...errors import StoreError
 from ...settings import ProxySettings
 from ...store.database import Database
-from ..address import checked_name
-from ..engines import Engines
-from ..lineage import Lineage
+from ..attribution.address import checked_name
+from ..attribution.lineage import Lineage
+from ..live.engines import Engines
+from ..live.policies import LivePolicies
 from ..metrics import CallMetrics
-from ..policies import LivePolicies
 from ..recorder import Recorder
 from ..redaction import Redactor
 

@@ -13,7 +13,7 @@ from ...store.append import create_episode, end_episode
 from ...store.keys import EpisodeKey, add_episode_key
 from ...store.read import load_episodes
 from ...store.rewards import resolve
-from ..keys import key_hash, new_key
+from ..attribution.keys import key_hash, new_key
 from .context import Context, Name
 from .curation import TagKey
 

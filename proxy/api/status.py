@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from ...store.fleet import FleetView, ProxyRow, view
 from ...store.marks import count_marks
 from ...store.read import count_episodes
-from ..engines import EngineState
+from ..live.engines import EngineState
 from ..readiness import engine_fault
 from .context import Context
 

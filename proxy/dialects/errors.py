@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from ..client import Client
+from ..transport.client import Client
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",

@@ -17,14 +17,14 @@ import orjson
 
 from ...records import Attribution, CallDelivered, CallEnd, CallStatus, new_id, now_ms
 from ..asking import Asking
-from ..capture import MAX_ERROR_CHARS
-from ..client import Client
 from ..exchange import LEFT, STOPPED, Exchange, admit, carry_out
 from ..incoming import Incoming, Parts, make_intent
-from ..policies import Lease
-from ..request import Request
-from ..sse import Framer, data_of
-from ..upstream import FAILURES
+from ..live.policies import Lease
+from ..messages.capture import MAX_ERROR_CHARS
+from ..messages.request import Request
+from ..messages.sse import Framer, data_of
+from ..transport.client import Client
+from ..transport.upstream import FAILURES
 from .errors import error_event, refuse
 from .hop import Hop, OuterCall
 from .rendering import Refused, Rendered, read_rendering, render_headers, render_request

@@ -29,12 +29,12 @@ from ...records import (
     Quarantine,
     token_ids,
 )
-from ..client import BodyTooLargeError, Client, ClientGoneError, Message, Receive, Scope, Send
 from ..exchange import STOPPED, Exchange
 from ..incoming import CallRecorder, Incoming, Parts, make_intent
-from ..policies import Lease
-from ..request import Request, read_request
+from ..live.policies import Lease
+from ..messages.request import Request, read_request
 from ..routes import Route
+from ..transport.client import BodyTooLargeError, Client, ClientGoneError, Message, Receive, Scope, Send
 from .rendering import Rendered, render_headers
 from .translatable import chat_body
 from .wire import KEEP_ALIVE_SEC

@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from ..capture import error_text
-from ..splice import set_members
-from ..upstream import Headers
+from ..messages.capture import error_text
+from ..messages.splice import set_members
+from ..transport.upstream import Headers
 
 NOT_OFFERED = "the engine does not render: start vLLM with --enable-scale-out (lightning engine serve does)"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ..client import Client
+from ..transport.client import Client
 from . import shape
 from .wire import USAGE_EVENT, Summary, Vendor
 

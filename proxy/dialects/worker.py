@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import uvicorn
 
-from ..client import BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
+from ..transport.client import BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
 from . import shape
 from .vendors import Vendors
 from .wire import ANSWER_ID, FAULT_STATUS, HOP_URL, KEEP_ALIVE_SEC, SECRET, SHOWN_MODEL, TOKEN, StartUp

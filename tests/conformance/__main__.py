@@ -14,14 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .blocked import blocked
-from .cases_websocket import CONVERSATIONS, run_conversation
-from .catalogue import all_cases
-from .compare import run_case
-from .disconnects import random_disconnects, until_gone_ms
-from .own_api import fuzz_own_api
-from .real_engine import live_cases, live_system, model_folder, run_live, why_not
-from .running import Running, running
+from lightning_rl.tests.conformance.blocked import blocked
+from lightning_rl.tests.conformance.cases_websocket import CONVERSATIONS, run_conversation
+from lightning_rl.tests.conformance.catalogue import all_cases
+from lightning_rl.tests.conformance.compare import run_case
+from lightning_rl.tests.conformance.disconnects import random_disconnects, until_gone_ms
+from lightning_rl.tests.conformance.own_api import fuzz_own_api
+from lightning_rl.tests.conformance.real_engine import (
+    live_cases,
+    live_system,
+    model_folder,
+    run_live,
+    why_not,
+)
+from lightning_rl.tests.conformance.running import Running, running
 
 
 @dataclass

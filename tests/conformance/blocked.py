@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .replay import Asked, Reply
-from .running import Running
-from .substitutions import MARK
-from .wire import Connection, Question
+from lightning_rl.tests.conformance.replay import Asked, Reply
+from lightning_rl.tests.conformance.running import Running
+from lightning_rl.tests.conformance.substitutions import MARK
+from lightning_rl.tests.conformance.wire import Connection, Question
 
 ADMIN = (
     "/pause",

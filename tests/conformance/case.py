@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .replay import Asked, Reply
-from .vllm_forms import (
+from lightning_rl.tests.conformance.replay import Asked, Reply
+from lightning_rl.tests.conformance.vllm_forms import (
     Dumps,
     Script,
     Wants,
@@ -20,7 +20,7 @@ from .vllm_forms import (
     completion_json,
     events,
 )
-from .wire import Pairs, Question
+from lightning_rl.tests.conformance.wire import Pairs, Question
 
 JSON: Pairs = ((b"content-type", b"application/json"),)
 SSE: Pairs = ((b"content-type", b"text/event-stream; charset=utf-8"),)

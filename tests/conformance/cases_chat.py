@@ -5,10 +5,29 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .case import ADDS_CHAT, JSON, Case, body_of, fixed, recorded, replies_with, tokens_of
-from .replay import Reply
-from .vllm_forms import Script, Step, Wants, chat_json, compact, indented, interleaved, spaced, words
-from .wire import Question
+from lightning_rl.tests.conformance.case import (
+    ADDS_CHAT,
+    JSON,
+    Case,
+    body_of,
+    fixed,
+    recorded,
+    replies_with,
+    tokens_of,
+)
+from lightning_rl.tests.conformance.replay import Reply
+from lightning_rl.tests.conformance.vllm_forms import (
+    Script,
+    Step,
+    Wants,
+    chat_json,
+    compact,
+    indented,
+    interleaved,
+    spaced,
+    words,
+)
+from lightning_rl.tests.conformance.wire import Question
 
 TOOL: dict[str, Any] = {
     "type": "function",

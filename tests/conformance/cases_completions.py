@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .case import ADDS_COMPLETION, COMPLETIONS, Case, body_of, completed, prompt_of, replies_with
-from .cases_chat import LONG, ONE_TOOL, PLAIN, THREE, TOOL, UNICODE
-from .vllm_forms import Script, Step, interleaved, words
-from .wire import Question
+from lightning_rl.tests.conformance.case import (
+    ADDS_COMPLETION,
+    COMPLETIONS,
+    Case,
+    body_of,
+    completed,
+    prompt_of,
+    replies_with,
+)
+from lightning_rl.tests.conformance.cases_chat import LONG, ONE_TOOL, PLAIN, THREE, TOOL, UNICODE
+from lightning_rl.tests.conformance.vllm_forms import Script, Step, interleaved, words
+from lightning_rl.tests.conformance.wire import Question
 
 STOP = Script((*words("a b", finish=None), Step(((9, -0.5, " c"),), {}, "stop", "c")))
 TWO = Script(interleaved(words("x y"), words("z", 2000, 1)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from .case import ADDS_CHAT, Case, body_of, fixed
-from .cases_chat import PLAIN
-from .replay import Reply
-from .vllm_forms import Wants, chat_json
-from .wire import Pairs, Question
+from lightning_rl.tests.conformance.case import ADDS_CHAT, Case, body_of, fixed
+from lightning_rl.tests.conformance.cases_chat import PLAIN
+from lightning_rl.tests.conformance.replay import Reply
+from lightning_rl.tests.conformance.vllm_forms import Wants, chat_json
+from lightning_rl.tests.conformance.wire import Pairs, Question
 
 JSON = (b"content-type", b"application/json")
 

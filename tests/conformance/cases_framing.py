@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .case import ADDS_CHAT, SSE, Case, Tokens, body_of, fixed, tokens_of
-from .cases_chat import ONE_TOOL, PLAIN, THREE, TOOL, UNICODE
-from .replay import Asked, Reply
-from .vllm_forms import Script, Step, Wants, chat_chunks, events, words
-from .wire import Question
+from lightning_rl.tests.conformance.case import ADDS_CHAT, SSE, Case, Tokens, body_of, fixed, tokens_of
+from lightning_rl.tests.conformance.cases_chat import ONE_TOOL, PLAIN, THREE, TOOL, UNICODE
+from lightning_rl.tests.conformance.replay import Asked, Reply
+from lightning_rl.tests.conformance.vllm_forms import Script, Step, Wants, chat_chunks, events, words
+from lightning_rl.tests.conformance.wire import Question
 
 ERROR = b'data: {"error":{"message":"engine died","type":"InternalServerError","param":null,"code":500}}\n\n'
 DONE = b"data: [DONE]\n\n"

@@ -8,11 +8,11 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from .case import ADDS_CHAT, CHAT, Case, body_of, fixed, replies_with, tokens_of
-from .cases_chat import PARALLEL_TOOLS, PLAIN, THREE, TOOL
-from .replay import Asked, Reply
-from .vllm_forms import Script, compact
-from .wire import Pairs, Question
+from lightning_rl.tests.conformance.case import ADDS_CHAT, CHAT, Case, body_of, fixed, replies_with, tokens_of
+from lightning_rl.tests.conformance.cases_chat import PARALLEL_TOOLS, PLAIN, THREE, TOOL
+from lightning_rl.tests.conformance.replay import Asked, Reply
+from lightning_rl.tests.conformance.vllm_forms import Script, compact
+from lightning_rl.tests.conformance.wire import Pairs, Question
 
 JSON = (b"content-type", b"application/json")
 EMBEDDING = compact({"object": "list", "data": [{"embedding": [0.1, -2.5e-3], "index": 0}], "model": "base"})

@@ -11,9 +11,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .case import ADDS_CHAT, ADDS_COMPLETION, CHAT, COMPLETIONS, Case, body_of, fixed, prompt_of
-from .replay import Reply
-from .wire import Question
+from lightning_rl.tests.conformance.case import (
+    ADDS_CHAT,
+    ADDS_COMPLETION,
+    CHAT,
+    COMPLETIONS,
+    Case,
+    body_of,
+    fixed,
+    prompt_of,
+)
+from lightning_rl.tests.conformance.replay import Reply
+from lightning_rl.tests.conformance.wire import Question
 
 PLACES = [parent / "shared" / "data" / "sse" for parent in Path(__file__).resolve().parents]
 FOLDER = next((place for place in PLACES if place.is_dir()), PLACES[-2])

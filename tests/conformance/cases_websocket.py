@@ -15,8 +15,8 @@ from websockets.server import ServerProtocol
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from .running import Running
-from .substitutions import MARK
+from lightning_rl.tests.conformance.running import Running
+from lightning_rl.tests.conformance.substitutions import MARK
 
 PATH = "/v1/realtime"
 LONG = "é" * 300_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .case import Case
-from .cases_chat import chat_cases, other_json_cases
-from .cases_completions import completion_cases, declared_cases
-from .cases_errors import error_cases, header_cases
-from .cases_framing import framing_cases
-from .cases_http import http_cases
-from .cases_recorded import recorded_cases
+from lightning_rl.tests.conformance.case import Case
+from lightning_rl.tests.conformance.cases_chat import chat_cases, other_json_cases
+from lightning_rl.tests.conformance.cases_completions import completion_cases, declared_cases
+from lightning_rl.tests.conformance.cases_errors import error_cases, header_cases
+from lightning_rl.tests.conformance.cases_framing import framing_cases
+from lightning_rl.tests.conformance.cases_http import http_cases
+from lightning_rl.tests.conformance.cases_recorded import recorded_cases
 
 
 def all_cases() -> tuple[dict[str, list[Case]], list[str]]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.store.read import load_episodes
-
-from . import substitutions
-from .case import Case, Tokens
-from .running import Running
-from .wire import Pairs, RawAnswer, ask_all
+from lightning_rl.tests.conformance import substitutions
+from lightning_rl.tests.conformance.case import Case, Tokens
+from lightning_rl.tests.conformance.running import Running
+from lightning_rl.tests.conformance.wire import Pairs, RawAnswer, ask_all
 
 NUM_CUTS = 4
 

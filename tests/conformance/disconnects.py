@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from .case import SSE, body_of
-from .compare import rows_of
-from .replay import Asked, Reply
-from .running import Running
-from .substitutions import MARK
-from .vllm_forms import Script, Wants, chat_chunks, chat_json, events, words
-from .wire import Question
+from lightning_rl.tests.conformance.case import SSE, body_of
+from lightning_rl.tests.conformance.compare import rows_of
+from lightning_rl.tests.conformance.replay import Asked, Reply
+from lightning_rl.tests.conformance.running import Running
+from lightning_rl.tests.conformance.substitutions import MARK
+from lightning_rl.tests.conformance.vllm_forms import Script, Wants, chat_chunks, chat_json, events, words
+from lightning_rl.tests.conformance.wire import Question
 
 SCRIPT = Script(tuple(words(" ".join(f"w{i}" for i in range(60)))))
 EXPLAINED = {

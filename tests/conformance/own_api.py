@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from .running import Running
+from lightning_rl.tests.conformance.running import Running
 
 _GENERATED = re.compile(r"(\d+) generated")
 

@@ -22,11 +22,10 @@ from typing import Any
 
 from lightning_rl.store.database import Database
 from lightning_rl.store.read import load_episodes
-
-from .case import Tokens
-from .compare import in_floats
-from .running import Address, proxy_process, started
-from .wire import Connection, Question
+from lightning_rl.tests.conformance.case import Tokens
+from lightning_rl.tests.conformance.compare import in_floats
+from lightning_rl.tests.conformance.running import Address, proxy_process, started
+from lightning_rl.tests.conformance.wire import Connection, Question
 
 ROOT = Path(__file__).parents[2]
 LOGPROB_TOLERANCE = 1e-3

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from websockets.http11 import Request as Handshake
 from websockets.server import ServerProtocol
 
-from .wire import Pairs
+from lightning_rl.tests.conformance.wire import Pairs
 
 PAUSE_SEC = 0.0005
 """Between two pieces, so that they arrive as two."""

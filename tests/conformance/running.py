@@ -13,10 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightning_rl.store.database import Database
-
-from .replay import Asked, ReplayEngine, Reply, replaying
-from .substitutions import MARK
-from .wire import Question, ask_all
+from lightning_rl.tests.conformance.replay import Asked, ReplayEngine, Reply, replaying
+from lightning_rl.tests.conformance.substitutions import MARK
+from lightning_rl.tests.conformance.wire import Question, ask_all
 
 MODELS = b'{"object":"list","data":[{"id":"base","object":"model","root":"/m","parent":null}]}'
 

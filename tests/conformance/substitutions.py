@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from .case import Case
-from .replay import Asked
-from .wire import Pairs, RawAnswer
+from lightning_rl.tests.conformance.case import Case
+from lightning_rl.tests.conformance.replay import Asked
+from lightning_rl.tests.conformance.wire import Pairs, RawAnswer
 
 HOP_BY_HOP = frozenset(
     (

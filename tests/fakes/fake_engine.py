@@ -73,7 +73,7 @@ def trained_version(
 
 
 class FakeEngine:
-    """Follows `lightning_rl.proxy.place.Engine`. `sabotage` names what goes wrong."""
+    """Follows `lightning_rl.proxy.publishing.place.Engine`. `sabotage` names what goes wrong."""
 
     def __init__(self, base_folder: Path) -> None:
         self.root = str(base_folder)

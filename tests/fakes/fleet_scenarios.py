@@ -17,12 +17,12 @@ from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.log_rows import intent
 
 from lightning_rl.errors import EngineError
-from lightning_rl.proxy import fleet as fleet_room
-from lightning_rl.proxy.engines import Engines
-from lightning_rl.proxy.fleet import Member, Times
-from lightning_rl.proxy.gate import Gate
-from lightning_rl.proxy.place import Handle
-from lightning_rl.proxy.policies import LivePolicies
+from lightning_rl.proxy.live.engines import Engines
+from lightning_rl.proxy.live.gate import Gate
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.publishing import fleet as fleet_room
+from lightning_rl.proxy.publishing.fleet import Member, Times
+from lightning_rl.proxy.publishing.place import Handle
 from lightning_rl.proxy.serving import _keep_in_touch, _work
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings

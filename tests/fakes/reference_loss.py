@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_rl.records import Transition
-from lightning_rl.trainer.objective import Objective
+from lightning_rl.trainer.steps.objective import Objective
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 CLIP = Objective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from lightning_rl.proxy.connections import Connections, Place, place_of
-from lightning_rl.proxy.wire import Answer
+from lightning_rl.proxy.transport.connections import Connections, Place, place_of
+from lightning_rl.proxy.transport.wire import Answer
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 CHUNKED = (

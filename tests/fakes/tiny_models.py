@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lightning_rl.trainer import attention
+from lightning_rl.trainer.steps import attention
 
 VOCABULARY = 64
 _SHAPE: dict[str, Any] = {

@@ -24,8 +24,8 @@ from lightning_rl.store.prune import only_one
 from lightning_rl.store.transfer import Part, export_log, import_log
 from lightning_rl.store.verify import verify
 from lightning_rl.trainer.credit.registry import configure
-from lightning_rl.trainer.plan import PlanSettings, StepPlan, plan_step, transitions
-from lightning_rl.trainer.selection import SelectionRules
+from lightning_rl.trainer.planning.plan import PlanSettings, StepPlan, plan_step, transitions
+from lightning_rl.trainer.planning.selection import SelectionRules
 
 ALL = Part()
 FORMS = ("jsonl", "jsonl.gz", "parquet")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_rl.errors import UserError
-from lightning_rl.proxy.address import attribute, misspelt, read_address, without_episode
-from lightning_rl.proxy.keys import new_key
+from lightning_rl.proxy.attribution.address import attribute, misspelt, read_address, without_episode
+from lightning_rl.proxy.attribution.keys import new_key
 
 
 def test_nothing_named() -> None:

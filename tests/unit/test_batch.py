@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.records import token_ids
-from lightning_rl.trainer.batch import TreeBatch, shared_prefix, tree_batches
-from lightning_rl.trainer.rows import merged_batches, rows_batches
+from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
+from lightning_rl.trainer.batches.tree import TreeBatch, shared_prefix, tree_batches
 
 UNBOUNDED = 10**9
 

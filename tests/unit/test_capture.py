@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.proxy.assemble import MessageParts
-from lightning_rl.proxy.capture import Answer, Ending, StreamReader, make_end
-from lightning_rl.proxy.request import read_request
+from lightning_rl.proxy.messages.assemble import MessageParts
+from lightning_rl.proxy.messages.capture import Answer, Ending, StreamReader, make_end
+from lightning_rl.proxy.messages.request import read_request
 from lightning_rl.records import CallEnd, CallStatus, Quarantine
 
 ENDING = Ending(

@@ -18,8 +18,8 @@ from fakes.scripted_server import (
     run,
 )
 
-from lightning_rl.proxy.connections import Connections, Place, place_of
-from lightning_rl.proxy.wire import BrokenOffError, CannotConnectError
+from lightning_rl.proxy.transport.connections import Connections, Place, place_of
+from lightning_rl.proxy.transport.wire import BrokenOffError, CannotConnectError
 
 
 def test_what_is_sent() -> None:

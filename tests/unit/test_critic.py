@@ -9,14 +9,14 @@ from fakes import tiny_models
 
 from lightning_rl.errors import UserError
 from lightning_rl.records import token_ids
-from lightning_rl.trainer.critic import (
+from lightning_rl.trainer.batches.packing import ModelShape
+from lightning_rl.trainer.steps.critic import (
     AdapterBody,
     Critic,
     CriticSettings,
     OwnBody,
     explained_variance,
 )
-from lightning_rl.trainer.packing import ModelShape
 
 SHAPE = ModelShape(per_token=1e4, per_pair=1.0, shares_prefixes=True)
 ROWS = ModelShape(per_token=1e4, per_pair=1.0, shares_prefixes=False)

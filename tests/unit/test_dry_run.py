@@ -20,9 +20,9 @@ from lightning_rl.settings import DryRunSettings
 from lightning_rl.store.append import append_entries, create_episode
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, end_episode
-from lightning_rl.trainer import manifest_files
-from lightning_rl.trainer.dry_run import dry_run
-from lightning_rl.trainer.manifest_files import read_plan
+from lightning_rl.trainer.planning import manifest_files
+from lightning_rl.trainer.planning.dry_run import dry_run
+from lightning_rl.trainer.planning.manifest_files import read_plan
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_json_lines_say_the_same_as_parquet(log, monkeypatch):
     parquet = dry_run(settings(log))
     kept = read_plan(parquet.plan.folder)
     monkeypatch.setattr(manifest_files, "file_kind", lambda: "jsonl")
-    monkeypatch.setattr("lightning_rl.trainer.dry_run.file_kind", lambda: "jsonl")
+    monkeypatch.setattr("lightning_rl.trainer.planning.dry_run.file_kind", lambda: "jsonl")
     lines = dry_run(settings(log))
     rows = [json.loads(line) for line in (lines.plan.folder / "choices.jsonl").read_text().splitlines()]
     assert {row["why"] for row in rows if row["reason"] is None} == {"trained"}

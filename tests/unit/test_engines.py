@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_rl.errors import EngineError
-from lightning_rl.proxy.engines import Engines
+from lightning_rl.proxy.live.engines import Engines
 
 URLS = ["http://a", "http://b", "http://c"]
 

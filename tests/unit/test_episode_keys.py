@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes.running_proxy import Running, ask, running_proxy
 
-from lightning_rl.proxy import keys as keys_module
+from lightning_rl.proxy.attribution import keys as keys_module
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}

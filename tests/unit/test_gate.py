@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.gate import Gate
+from lightning_rl.proxy.live.gate import Gate
 
 
 def test_an_open_gate_lets_calls_pass_and_counts_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fakes.log_rows import choice, end
 from fakes.running_proxy import Running, ask, running_proxy
 
-from lightning_rl.proxy.inference import AMBIGUOUS, Inference, trace_id
+from lightning_rl.proxy.attribution.inference import AMBIGUOUS, Inference, trace_id
 from lightning_rl.records import Attribution
 
 CHAT = "/v1/chat/completions"

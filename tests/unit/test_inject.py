@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.inject import Injection, inject
-from lightning_rl.proxy.request import read_request
-from lightning_rl.proxy.splice import locate, set_members
+from lightning_rl.proxy.messages.inject import Injection, inject
+from lightning_rl.proxy.messages.request import read_request
+from lightning_rl.proxy.messages.splice import locate, set_members
 
 NASTY = st.sampled_from(
     [
@@ -113,7 +113,7 @@ def test_where_injection_could_change_the_answer_nothing_is_injected(
 
 def test_the_list_of_such_cases_is_written_down() -> None:
     root = Path(__file__).parents[2]
-    reasons = re.findall(r'return "([^"]+)"', (root / "proxy" / "request.py").read_text())
+    reasons = re.findall(r'return "([^"]+)"', (root / "proxy" / "messages" / "request.py").read_text())
     page = (root / "docs" / "recording.md").read_text()
     assert len(reasons) >= 11
     assert [reason for reason in reasons if f"| {reason} |" not in page] == []

@@ -18,7 +18,13 @@ from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, end_episode
 from lightning_rl.store.reward_rows import rewards_of, unjudged_episodes
 from lightning_rl.store.seen import load_seen
-from lightning_rl.trainer.judging import Judgement, find_judge, judge_access, judge_all, judgements
+from lightning_rl.trainer.judging.judge import (
+    Judgement,
+    find_judge,
+    judge_access,
+    judge_all,
+    judgements,
+)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from lightning_rl.proxy.upstream import FAILURES, Upstream
+from lightning_rl.proxy.transport.upstream import FAILURES, Upstream
 
 BOTH_CLIENTS = pytest.mark.parametrize("user", ["", "me:pw@"], ids=["ours", "aiohttp"])  # see `place_of`
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"

@@ -1,6 +1,6 @@
 """Which calls are the agent's own steps."""
 
-from lightning_rl.proxy.kinds import Kinds, asks_for_title
+from lightning_rl.proxy.attribution.kinds import Kinds, asks_for_title
 from lightning_rl.records import CallKind
 
 

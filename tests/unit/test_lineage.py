@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rl.proxy.lineage import Lineage
+from lightning_rl.proxy.attribution.lineage import Lineage
 
 SYSTEM = {"role": "system", "content": "You are in a maze. It is 10:41."}
 SAID = {"role": "assistant", "content": "a"}

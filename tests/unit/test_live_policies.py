@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from lightning_rl.errors import EngineError
-from lightning_rl.proxy.gate import Gate
-from lightning_rl.proxy.policies import LivePolicies, Served
+from lightning_rl.proxy.live.gate import Gate
+from lightning_rl.proxy.live.policies import LivePolicies, Served
 from lightning_rl.records import WeightsKind
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL

@@ -42,6 +42,8 @@ def test_every_revision_is_a_file_of_the_package() -> None:
         "0003",
         "0004",
         "0005",
+        "0006",
+        "0007",
     ]
 
 

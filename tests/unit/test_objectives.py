@@ -18,12 +18,12 @@ from peft import LoraConfig, get_peft_model
 from lightning_rl.records import Transition
 from lightning_rl.settings import TrainSettings
 from lightning_rl.store.database import Database
-from lightning_rl.trainer.batch import tree_batches
+from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
+from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.loop import train
-from lightning_rl.trainer.objective import Objective, correction_weights
 from lightning_rl.trainer.report import STEP_LOG
-from lightning_rl.trainer.rows import merged_batches, rows_batches
-from lightning_rl.trainer.trl_bridge import BridgeSettings, RecordedTrainer
+from lightning_rl.trainer.steps.objective import Objective, correction_weights
+from lightning_rl.trainer.steps.trl_bridge import BridgeSettings, RecordedTrainer
 
 OBJECTIVES = {
     "clip": Objective(),

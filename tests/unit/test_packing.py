@@ -9,10 +9,10 @@ from fakes import tiny_models
 from fakes.episodes import transition
 
 from lightning_rl.records import Transition
-from lightning_rl.trainer.batch import TreeBatch, tree_batches
-from lightning_rl.trainer.models import shape_of
-from lightning_rl.trainer.packing import ModelShape, cheapest_batches, cost
-from lightning_rl.trainer.rows import RowsBatch, merged_batches
+from lightning_rl.trainer.batches.packing import ModelShape, cheapest_batches, cost
+from lightning_rl.trainer.batches.rows import RowsBatch, merged_batches
+from lightning_rl.trainer.batches.tree import TreeBatch, tree_batches
+from lightning_rl.trainer.steps.models import shape_of
 
 LARGE = ModelShape(per_token=1e8, per_pair=1e5, shares_prefixes=True)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.capture import StreamReader
-from lightning_rl.proxy.inject import Injection, inject
-from lightning_rl.proxy.plain_chunks import PlainChunks
-from lightning_rl.proxy.request import read_request
-from lightning_rl.proxy.sse import data_of
+from lightning_rl.proxy.messages.capture import StreamReader
+from lightning_rl.proxy.messages.inject import Injection, inject
+from lightning_rl.proxy.messages.plain_chunks import PlainChunks
+from lightning_rl.proxy.messages.request import read_request
+from lightning_rl.proxy.messages.sse import data_of
 
 texts = st.text(max_size=6) | st.sampled_from(['"', "\\", "}", '"},"logprobs":', "\n\n", "é", "\u2028"])
 

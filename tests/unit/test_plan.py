@@ -12,9 +12,9 @@ from fakes.episodes import call, choice, episode, group
 from lightning_rl.errors import UserError
 from lightning_rl.records import CallKind, EpisodeStatus, Purpose, Quarantine
 from lightning_rl.trainer.credit.registry import configure
-from lightning_rl.trainer.plan import PlanSettings, plan_step, transitions
-from lightning_rl.trainer.reasons import Reason
-from lightning_rl.trainer.selection import SelectionRules
+from lightning_rl.trainer.planning.plan import PlanSettings, plan_step, transitions
+from lightning_rl.trainer.planning.reasons import Reason
+from lightning_rl.trainer.planning.selection import SelectionRules
 
 
 def plan(
@@ -187,7 +187,8 @@ def test_describe_is_one_line():
 
 def test_planning_needs_no_torch():
     program = (
-        "import sys; from lightning_rl.trainer import plan, source, report;"
+        "import sys; import lightning_rl.trainer.report;"
+        "import lightning_rl.trainer.planning.plan, lightning_rl.trainer.planning.source;"
         "bad = {'torch', 'transformers', 'trl', 'numpy'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.probe import PrimedPrompt, Result, judge_cache, judge_weights
+from lightning_rl.proxy.publishing.probe import PrimedPrompt, Result, judge_cache, judge_weights
 
 BEFORE = [-1.0] * 20
 # Eight tokens move by half a nat or more, twelve by a hundredth.

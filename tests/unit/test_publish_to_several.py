@@ -12,11 +12,11 @@ import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 
 from lightning_rl.errors import EngineError
-from lightning_rl.proxy.engines import Engines, EngineState
-from lightning_rl.proxy.gate import Gate
-from lightning_rl.proxy.place import Handle, OwnGate, Place
-from lightning_rl.proxy.policies import LivePolicies, Served
-from lightning_rl.proxy.publisher import Publisher
+from lightning_rl.proxy.live.engines import Engines, EngineState
+from lightning_rl.proxy.live.gate import Gate
+from lightning_rl.proxy.live.policies import LivePolicies, Served
+from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database

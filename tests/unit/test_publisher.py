@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
 
-from lightning_rl.proxy.engines import Engines
-from lightning_rl.proxy.gate import Gate
-from lightning_rl.proxy.place import Handle, OwnGate, Place
-from lightning_rl.proxy.policies import LivePolicies, Served
-from lightning_rl.proxy.publisher import Publisher
+from lightning_rl.proxy.live.engines import Engines
+from lightning_rl.proxy.live.gate import Gate
+from lightning_rl.proxy.live.policies import LivePolicies, Served
+from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
@@ -162,7 +162,7 @@ def test_sabotaged_full_weights_are_rejected_and_the_old_ones_serve(
 
 
 def test_a_cache_that_cannot_be_emptied_rejects(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rl.proxy.swap.RESET_TRIES", 1)
+    monkeypatch.setattr("lightning_rl.proxy.publishing.swap.RESET_TRIES", 1)
 
     async def scenario() -> None:
         world.engine.sabotage = "reset refused"

@@ -16,7 +16,7 @@ from fakes.store_behaviours import write
 from lightning_rl.records import EpisodeStatus, Purpose, Quarantine, now_ms
 from lightning_rl.store import append, curation, doctor, episode_view, listing
 from lightning_rl.store.database import Database
-from lightning_rl.trainer.source import GroupSource
+from lightning_rl.trainer.planning.source import GroupSource
 
 
 @pytest.fixture

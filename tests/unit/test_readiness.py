@@ -17,9 +17,9 @@ from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
 
 from lightning_rl.proxy import readiness
-from lightning_rl.proxy.engines import Engines
-from lightning_rl.proxy.gate import Gate
-from lightning_rl.proxy.policies import LivePolicies
+from lightning_rl.proxy.live.engines import Engines
+from lightning_rl.proxy.live.gate import Gate
+from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.readiness import tell_stalls, when_ready
 from lightning_rl.proxy.recorder import STALLED
 

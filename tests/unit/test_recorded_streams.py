@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from conformance.cases_recorded import FOLDER
 
-from lightning_rl.proxy.capture import Answer, StreamReader
-from lightning_rl.proxy.sse import Framer, data_of
+from lightning_rl.proxy.messages.capture import Answer, StreamReader
+from lightning_rl.proxy.messages.sse import Framer, data_of
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recorded streams in {FOLDER}")
 

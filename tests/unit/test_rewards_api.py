@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from lightning_rl.store.reward_rows import unjudged_episodes
 from lightning_rl.store.seen import SeenEpisode
-from lightning_rl.trainer.judging import judge_access, judge_all
+from lightning_rl.trainer.judging.judge import judge_access, judge_all
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}

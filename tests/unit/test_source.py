@@ -6,7 +6,7 @@ import pytest
 from fakes.episodes import episode
 
 from lightning_rl.records import EpisodeStatus, Group, Purpose
-from lightning_rl.trainer.source import GRACE_MS, is_settled
+from lightning_rl.trainer.planning.source import GRACE_MS, is_settled
 
 ENDED_AT_MS = 1  # of the fake episodes
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.splice import Edit
-from lightning_rl.proxy.sse import Framer, data_of, edit_data
+from lightning_rl.proxy.messages.splice import Edit
+from lightning_rl.proxy.messages.sse import Framer, data_of, edit_data
 
 LINES = st.sampled_from(
     [

@@ -30,12 +30,12 @@ from lightning_rl.store.policies import load_version, set_version_status, versio
 from lightning_rl.store.read import load_groups
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.store.selection import trainable_group_ids
-from lightning_rl.trainer.dry_run import dry_run
 from lightning_rl.trainer.loop import train
-from lightning_rl.trainer.models import shares_prefixes
-from lightning_rl.trainer.plan import plan_step, transitions
-from lightning_rl.trainer.planning import plan_settings
+from lightning_rl.trainer.planning.dry_run import dry_run
+from lightning_rl.trainer.planning.plan import plan_step, transitions
+from lightning_rl.trainer.planning.planner import plan_settings
 from lightning_rl.trainer.report import STEP_LOG, StepLine, human
+from lightning_rl.trainer.steps.models import shares_prefixes
 
 
 @pytest.fixture(scope="module")

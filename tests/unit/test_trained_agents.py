@@ -10,11 +10,11 @@ from fakes import tiny_models
 from fakes.episodes import call, choice, episode, group
 from fakes.reference_loss import CLIP, loss_by_hand
 
-from lightning_rl.trainer.batch import tree_batches
+from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.credit.registry import configure
-from lightning_rl.trainer.plan import PlanSettings, plan_step, transitions
-from lightning_rl.trainer.selection import SelectionRules
-from lightning_rl.trainer.trl_bridge import BridgeSettings, RecordedTrainer
+from lightning_rl.trainer.planning.plan import PlanSettings, plan_step, transitions
+from lightning_rl.trainer.planning.selection import SelectionRules
+from lightning_rl.trainer.steps.trl_bridge import BridgeSettings, RecordedTrainer
 
 
 def play() -> list:

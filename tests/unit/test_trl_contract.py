@@ -18,11 +18,11 @@ from fakes.reference_loss import CLIP_HIGH, CLIP_LOW, loss_by_hand, reference_lo
 from peft import LoraConfig, get_peft_model
 
 from lightning_rl.records import Transition, token_ids
-from lightning_rl.trainer import scoring
-from lightning_rl.trainer.batch import tree_batches
-from lightning_rl.trainer.objective import Objective
-from lightning_rl.trainer.rows import merged_batches, rows_batches
-from lightning_rl.trainer.trl_bridge import (
+from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
+from lightning_rl.trainer.batches.tree import tree_batches
+from lightning_rl.trainer.steps import scoring
+from lightning_rl.trainer.steps.objective import Objective
+from lightning_rl.trainer.steps.trl_bridge import (
     BridgeSettings,
     ChunkedLogProbFunction,
     GRPOTrainer,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.capture import StreamReader
-from lightning_rl.proxy.inject import Injection, inject
-from lightning_rl.proxy.request import read_request
-from lightning_rl.proxy.sse import Framer, data_of
+from lightning_rl.proxy.messages.capture import StreamReader
+from lightning_rl.proxy.messages.inject import Injection, inject
+from lightning_rl.proxy.messages.request import read_request
+from lightning_rl.proxy.messages.sse import Framer, data_of
 
 TEXTS = st.one_of(
     st.text(max_size=8).filter(lambda text: text.isprintable()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lightning_rl.proxy.upstream import Upstream, request_headers
+from lightning_rl.proxy.transport.upstream import Upstream, request_headers
 
 
 def test_what_is_for_one_hop_ends_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fakes.fake_engine import write_folder
 
 from lightning_rl.errors import PublishError
-from lightning_rl.proxy.files import check_files, read_shapes
+from lightning_rl.proxy.publishing.version_files import check_files, read_shapes
 from lightning_rl.records import WeightsKind
 
 FULL, LORA = WeightsKind.FULL, WeightsKind.LORA

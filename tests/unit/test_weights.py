@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.trainer.weights import CONSTANT_TOKENS, TrainedChoice, multipliers
+from lightning_rl.trainer.planning.weights import CONSTANT_TOKENS, TrainedChoice, multipliers
 
 # a: 3 + 1 tokens in two calls, b: 6 in one; |E| = 2, 10 tokens in all
 TRAINED = {

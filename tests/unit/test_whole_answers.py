@@ -9,11 +9,11 @@ import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_rl.proxy.capture import Answer, Ending, make_end
-from lightning_rl.proxy.inject import inject
-from lightning_rl.proxy.request import read_request
-from lightning_rl.proxy.splice import parse
-from lightning_rl.proxy.whole_answers import read_answer
+from lightning_rl.proxy.messages.capture import Answer, Ending, make_end
+from lightning_rl.proxy.messages.inject import inject
+from lightning_rl.proxy.messages.request import read_request
+from lightning_rl.proxy.messages.splice import parse
+from lightning_rl.proxy.messages.whole_answers import read_answer
 
 ASKING = [
     b'{"model":"m","messages":[]}',

@@ -20,8 +20,8 @@ from fakes.scripted_server import (
     run,
 )
 
-from lightning_rl.proxy.connections import Connections, Place
-from lightning_rl.proxy.wire import HIGH_WATER_BYTES, MAX_HEAD_BYTES, BrokenOffError
+from lightning_rl.proxy.transport.connections import Connections, Place
+from lightning_rl.proxy.transport.wire import HIGH_WATER_BYTES, MAX_HEAD_BYTES, BrokenOffError
 
 
 async def take(connections: Connections, place: Place, received: list[bytes]) -> None:

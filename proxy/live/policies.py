@@ -1,0 +1,363 @@
+"""Which weights answer which model name: the proxy's view of what is live.
+
+Owns the map policy -> version -> name in the engine, aliases, and episodes' pins. The publisher writes it,
+the relay reads it; neither I/O nor SQL here. One event loop, no locks: every method runs to its end without
+a pause.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import EngineError
+from ...records import WeightsKind
+from .engines import EngineState
+from .gate import Gate
+
+BASE_VERSION = 0
+
+Recall = Callable[[str, str], Awaitable[tuple[int, float] | None]]
+"""(policy, episode) -> the version that it is pinned to, and for how many seconds; None: to none."""
+
+
+def adapter_name(policy: str, version: int) -> str:
+    """The name under which the engine knows one LoRA version; a new one per version, never used again."""
+    return f"{policy}@{version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a call is served by. `policy` and `version` None: no policy of ours.
+
+    `model` is the name to ask the engine for; None: what the agent wrote (or left out) is right already.
+    """
+
+    policy: str | None
+    version: int | None
+    model: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    version: int
+    at_sec: float  # monotonic
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What the engine holds of one policy. `names` has every version that can be asked for by name."""
+
+    version: int
+    kind: WeightsKind
+    names: dict[int, str]
+
+
+class Lease:
+    """One admitted call: what serves it, and which engine, until the engine's answer has ended."""
+
+    __slots__ = ("_doubts", "_live", "_released", "engine", "served")
+
+    def __init__(self, live: LivePolicies, served: Served) -> None:
+        self._live = live
+        self._released = False
+        self._doubts = live.num_doubts
+        self.served = served
+        self.engine: EngineState | None = None
+
+    def use(self, engine: EngineState) -> None:
+        """The call is that engine's; it counts there until released, or until it moves to another."""
+        if self.engine is not None:
+            self.engine.in_flight -= 1
+        self.engine = engine
+        engine.in_flight += 1
+
+    def version_now(self) -> int | None:
+        """The version that its name stands for now: `policy_version_end` of a call. None: not known."""
+        return self._live.version_now(self.served, self._doubts)
+
+    def release(self) -> None:
+        """The engine's answer has ended. May be called twice; the second does nothing."""
+        if not self._released:
+            self._released = True
+            if self.engine is not None:
+                self.engine.in_flight -= 1
+            self._live._end(self.served)
+
+
+class LivePolicies:
+    """What is live, per policy. Empty until the publisher has seen the engine (`set_base_model`).
+
+    Full weights: the engine's base name is the policy, at the version last loaded. LoRA: each version has a
+    name of its own (version 0: the base name), and an episode stays on the version that it began with while
+    that is still loaded and the pin is not older than `pin_max_age_sec`.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        aliases: Mapping[str, str],
+        gate: Gate,
+        *,
+        pin_max_age_sec: float = 3600,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gate = gate
+        self._policy = policy
+        self._aliases = dict(aliases)
+        self._clock = clock
+        self._pin_max_age_sec = pin_max_age_sec
+        self._base_model: str | None = None
+        self._loaded: dict[str, _Loaded] = {}
+        self._pins: dict[tuple[str, str], _Pin] = {}  # by (policy, episode), oldest first
+        self._in_flight: Counter[tuple[str, int]] = Counter()
+        self._changes = 0
+        self.num_doubts = 0
+        """How often this proxy was out of touch while others may have changed full weights."""
+        self.recall: Recall | None = None
+        """Asked, where several versions are loaded, of an episode that this process does not know."""
+
+    # --- the relay's side ---
+
+    async def admit(self, requested_model: str | None, episode_id: str | None) -> Lease:
+        """Wait at the gate, then fix what serves the call. Raises EngineError as `resolve` does."""
+        await self._enter(requested_model, episode_id)
+        try:
+            served = self.resolve(requested_model, episode_id)
+        except BaseException:
+            self.gate.leave()
+            raise
+        if served.policy is not None and served.version is not None:
+            self._in_flight[served.policy, served.version] += 1
+        return Lease(self, served)
+
+    def resolve(self, requested_model: str | None, episode_id: str | None) -> Served:
+        """Find what serves `requested_model` now; pins the episode. No model means the default policy.
+
+        Names that are neither ours nor aliased are left to the engine. Raises EngineError when a policy is
+        asked for and the engine has not been seen (yet, or since it went away).
+        """
+        name = self._policy if requested_model is None else self._target(requested_model)
+        if name == self._base_model:
+            # Whoever asks for the engine's base name gets the policy exactly where the policy lives there.
+            name = next(
+                (p for p, loaded in self._loaded.items() if loaded.names.get(loaded.version) == name), name
+            )
+        served = self._serve(name, episode_id) if self._is_policy(name) else self._explicit(name)
+        return Served(
+            served.policy, served.version, None if served.model == requested_model else served.model
+        )
+
+    async def _enter(self, requested_model: str | None, episode_id: str | None) -> None:
+        """Pass the gate, knowing the episode's pin; what was asked before a change is asked again."""
+        asked_at = -1
+        while True:
+            await self.gate.enter()
+            policy = None
+            if self.recall is not None and episode_id is not None and asked_at != self._changes:
+                policy = self._unknown_pin(requested_model, episode_id)
+            if policy is None or episode_id is None or self.recall is None:
+                return
+            self.gate.leave()  # asking takes a while, in which the gate may close
+            asked_at = self._changes
+            found = await self.recall(policy, episode_id)
+            if found is not None:
+                version, age_sec = found
+                self._pins.setdefault((policy, episode_id), _Pin(version, self._clock() - age_sec))
+
+    def _unknown_pin(self, requested_model: str | None, episode_id: str) -> str | None:
+        """The policy whose pin another process may know; None: the pin is known, or there is no choice."""
+        name = self._policy if requested_model is None else self._target(requested_model)
+        loaded = self._loaded.get(name)
+        if loaded is None or len(loaded.names) == 1 or (name, episode_id) in self._pins:
+            return None
+        return name
+
+    def version_now(self, served: Served, doubts: int | None = None) -> int | None:
+        """The version that the name in `served` stands for at this moment. None: nobody here can know."""
+        loaded = self._loaded.get(served.policy) if served.policy is not None else None
+        if loaded is None or loaded.kind is WeightsKind.LORA:
+            return served.version
+        if doubts is not None and (doubts != self.num_doubts or self.gate.is_fenced):
+            return None
+        return loaded.version
+
+    def end_episode(self, episode_id: str) -> None:
+        """An ended episode needs no pin."""
+        for policy in self._loaded:
+            self._pins.pop((policy, episode_id), None)
+
+    def visible_models(self) -> dict[str, str]:
+        """Policy name -> engine's model name, for /v1/models."""
+        return {policy: loaded.names[loaded.version] for policy, loaded in self._loaded.items()}
+
+    # --- the publisher's side ---
+
+    @property
+    def base_model(self) -> str | None:
+        """The engine's own served name of its base model; None while the engine has not been seen."""
+        return self._base_model
+
+    def set_base_model(self, name: str) -> None:
+        """The engine is there and holds its base weights: version 0 of the default policy."""
+        self._base_model = name
+        self._changes += 1
+        self._loaded.setdefault(self._policy, _Loaded(BASE_VERSION, WeightsKind.FULL, {BASE_VERSION: name}))
+
+    def forget_engine(self) -> None:
+        """The engine went away: what it held is gone, and calls to policies are refused until it is back."""
+        self._changes += 1
+        self._base_model = None
+        self._loaded.clear()
+
+    def set_live(self, policy: str, version: int, kind: WeightsKind, model: str) -> None:
+        """From now on `policy` is `version`, which the engine serves as `model`.
+
+        A LoRA version joins those already loaded; full weights replace everything that the name stood for.
+        """
+        held = self._loaded.get(policy)
+        keep = kind is WeightsKind.LORA and held is not None
+        names = dict(held.names) if keep and held is not None else {}
+        names[version] = model
+        self._changes += 1
+        self._loaded[policy] = _Loaded(version, kind, names)
+
+    def live_version(self, policy: str) -> int | None:
+        loaded = self._loaded.get(policy)
+        return loaded.version if loaded else None
+
+    def loaded_versions(self, policy: str) -> dict[int, str]:
+        """Version -> name in the engine, the live one included."""
+        loaded = self._loaded.get(policy)
+        return dict(loaded.names) if loaded else {}
+
+    def is_answering(self, policy: str, version: int) -> bool:
+        """Whether a call in flight is served by this version."""
+        return self._in_flight.get((policy, version), 0) > 0
+
+    def is_in_use(self, policy: str, version: int) -> bool:
+        """Whether a call in flight or an episode's pin still needs this version."""
+        self._drop_old_pins()
+        if self.is_answering(policy, version):
+            return True
+        return any(key[0] == policy and pin.version == version for key, pin in self._pins.items())
+
+    def drop(self, policy: str, version: int) -> None:
+        """This version is about to be unloaded: nobody is sent there any more."""
+        loaded = self._loaded.get(policy)
+        assert loaded is None or loaded.version != version, "the live version is not dropped"
+        if loaded is not None:
+            loaded.names.pop(version, None)
+
+    # --- the side of those who share it with other proxies ---
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is live, as JSON."""
+        return {
+            "base_model": self._base_model,
+            "policies": {
+                policy: {
+                    "version": loaded.version,
+                    "kind": loaded.kind.value,
+                    "names": {str(version): name for version, name in loaded.names.items()},
+                }
+                for policy, loaded in self._loaded.items()
+            },
+        }
+
+    def apply(self, snapshot: Mapping[str, Any]) -> None:
+        """Take over what the publisher says is live."""
+        self._changes += 1
+        self._base_model = snapshot["base_model"]
+        self._loaded = {
+            policy: _Loaded(
+                doc["version"],
+                WeightsKind(doc["kind"]),
+                {int(version): name for version, name in doc["names"].items()},
+            )
+            for policy, doc in snapshot["policies"].items()
+        }
+
+    def uses(self) -> dict[tuple[str, int], bool]:
+        """Versions that calls in flight (True) or only pins (False) of this process need."""
+        self._drop_old_pins()
+        pinned = {(policy, pin.version): False for (policy, _), pin in self._pins.items()}
+        return pinned | dict.fromkeys(self._in_flight, True)
+
+    def pinned_to_older(self) -> dict[str, list[str]]:
+        """Episodes by policy that are pinned to a version that is loaded, but not the live one."""
+        found: dict[str, list[str]] = {}
+        for (policy, episode), pin in self._pins.items():
+            loaded = self._loaded.get(policy)
+            if loaded is not None and pin.version != loaded.version and pin.version in loaded.names:
+                found.setdefault(policy, []).append(episode)
+        return found
+
+    # --- inside ---
+
+    def _end(self, served: Served) -> None:
+        if served.policy is not None and served.version is not None:
+            key = (served.policy, served.version)
+            self._in_flight[key] -= 1
+            if self._in_flight[key] == 0:
+                del self._in_flight[key]
+        self.gate.leave()
+
+    def _is_policy(self, name: str) -> bool:
+        return name == self._policy or name in self._loaded
+
+    def _target(self, requested: str) -> str:
+        """Names of ours win over aliases, an exact alias over a pattern, the earlier of two patterns."""
+        if (
+            requested == self._base_model
+            or self._is_policy(requested)
+            or self._explicit(requested).policy is not None
+        ):
+            return requested
+        if requested in self._aliases:
+            return self._aliases[requested]
+        for pattern, target in self._aliases.items():
+            if fnmatch.fnmatchcase(requested, pattern):
+                return target
+        return requested
+
+    def _serve(self, policy: str, episode_id: str | None) -> Served:
+        loaded = self._loaded.get(policy)
+        if loaded is None:
+            raise EngineError(
+                f"no version of {policy!r} is live: the engine is not reachable (yet), or it is being set up"
+            )
+        version = loaded.version if episode_id is None else self._pinned(episode_id, policy, loaded)
+        return Served(policy, version, loaded.names[version])
+
+    def _pinned(self, episode_id: str, policy: str, loaded: _Loaded) -> int:
+        self._drop_old_pins()
+        key = (policy, episode_id)
+        pin = self._pins.get(key)
+        is_young = pin is not None and pin.at_sec > self._clock() - self._pin_max_age_sec
+        if pin is not None and is_young and pin.version in loaded.names:
+            return pin.version
+        self._pins.pop(key, None)  # so that the order stays oldest first
+        self._pins[key] = _Pin(loaded.version, self._clock())
+        return loaded.version
+
+    def _drop_old_pins(self) -> None:
+        horizon = self._clock() - self._pin_max_age_sec
+        while self._pins:
+            oldest = next(iter(self._pins))
+            if self._pins[oldest].at_sec > horizon:
+                break
+            del self._pins[oldest]
+
+    def _explicit(self, name: str) -> Served:
+        """`policy@N` of a loaded version, or a name that is the engine's business."""
+        for policy, loaded in self._loaded.items():
+            for version, model in loaded.names.items():
+                own_name = model if model != self._base_model else None
+                if name in (own_name, adapter_name(policy, version)):
+                    return Served(policy, version, model)
+        return Served(None, None, name)

@@ -1,0 +1,1 @@
+"""How new weights go live: one owner among the proxies, load, probe, swap, drain."""

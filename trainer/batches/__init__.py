@@ -1,0 +1,1 @@
+"""Transitions laid out as micro-batches: a prefix tree, or rows. Numpy alone, no torch."""

@@ -1,0 +1,1 @@
+"""`lightning reward run`: functions that judge episodes of the log."""

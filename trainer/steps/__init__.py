@@ -1,0 +1,1 @@
+"""Optimizer steps: model, loss, critic. Everything that needs torch."""

@@ -1,0 +1,114 @@
+"""What takes single optimizer steps, as the loop sees it: how it is made from settings, which objective and
+correction a step gets, and what is read off it afterwards. TRL itself is trl_bridge.py's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...errors import UserError
+from ...records import Group, Logprobs, StepManifest, TokenIds
+from ...settings import TrainSettings
+from ..batches.packing import MicroBatch
+from ..report import StepLine
+from . import models
+from .metrics import StepMetrics
+from .objective import Correction, Objective
+
+
+class StepTrainer(Protocol):
+    """What the loop needs of trl_bridge.RecordedTrainer."""
+
+    model: Any
+    steps: Iterable[Sequence[MicroBatch]]
+    metrics: StepMetrics
+    on_micro_batch: Callable[[int, int], None]
+
+    def train(self) -> Any: ...
+    def corrected(self, batches: Sequence[MicroBatch], mode: Correction, cap: float) -> list[MicroBatch]: ...
+    def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]: ...
+
+
+def objective_of(settings: TrainSettings) -> Objective:
+    return Objective(
+        name=settings.objective,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        ratio_cap=settings.ratio_cap,
+        kl_weight=settings.kl_weight,
+        entropy_weight=settings.entropy_weight,
+    )
+
+
+def correction_of(settings: TrainSettings, manifest: StepManifest, groups: Sequence[Group]) -> Correction:
+    """`auto` is decided by the step: a correction costs a forward pass, and on-policy it corrects nothing."""
+    if settings.correction != "auto":
+        return settings.correction
+    trained = {choice.call_id for choice in manifest.choices if choice.advantage is not None}
+    lags = any(
+        call.policy_version != manifest.from_version
+        for group in groups
+        for episode in group.episodes
+        for call in episode.calls
+        if call.id in trained
+    )
+    return "truncate" if lags or settings.epochs > 1 else "off"
+
+
+def build_trainer(
+    settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
+) -> StepTrainer:
+    from .trl_bridge import BridgeSettings, RecordedTrainer
+
+    bridge = BridgeSettings(
+        output=folder,
+        learning_rate=settings.learning_rate,
+        objective=objective_of(settings),
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        on_gpu=on_gpu,
+        bfloat16=settings.dtype == "bfloat16",
+    )
+    reference = models.load_reference(settings) if settings.kl_weight else None
+    trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge, reference)
+    return trainer
+
+
+def require_finite(metrics: StepMetrics, step: int) -> None:
+    if not math.isfinite(metrics.grad_norm or 0.0):
+        raise UserError(
+            f"the gradient of step {step} is not finite, so nothing was saved: lower --learning-rate, or "
+            "look at the step's manifest for odd rewards"
+        )
+
+
+def timed(line: StepLine, train_sec: float) -> StepLine:
+    """Per second of the whole step, all epochs and the correction's forward pass included."""
+    assert line.call_tokens_per_sec is not None, "the first epoch was measured"
+    assert line.unique_tokens_per_sec is not None, "the first epoch was measured"
+    return replace(
+        line,
+        call_tokens_per_sec=line.call_tokens_per_sec / train_sec,
+        unique_tokens_per_sec=line.unique_tokens_per_sec / train_sec,
+        train_sec=train_sec,
+    )
+
+
+def measured(line: StepLine, metrics: StepMetrics, micro_batches: int) -> StepLine:
+    """What the first epoch says; tokens are yet to be divided by the step's seconds."""
+    return replace(
+        line,
+        gap_mean=metrics.gap_mean,
+        gap_max=metrics.gap_max,
+        clip_fraction=metrics.clip_fraction,
+        entropy_mean=metrics.entropy_mean,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        kl_mean=metrics.kl_mean,
+        call_tokens_per_sec=float(metrics.call_tokens),
+        unique_tokens_per_sec=float(metrics.unique_tokens),
+        micro_batches=micro_batches,
+    )

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import sqlalchemy as sa
 
 from ...engine.client import EngineGoneError, EngineModel
-from ...errors import PublishError, StoreError
+from ...errors import EngineError, PublishError, StoreError
 from ...records import PolicyVersion
 from ..live.engines import Engines, EngineState, Holding
 from ..live.policies import LivePolicies
@@ -133,6 +133,11 @@ class RejectedError(PublishError):
     def __init__(self, reason: str, verdict: Mapping[str, Any]) -> None:
         super().__init__(reason)
         self.verdict = verdict
+
+
+def verdict_of(error: EngineError) -> dict[str, Any]:
+    numbers = dict(error.verdict) if isinstance(error, RejectedError) else {"result": "rejected"}
+    return {**numbers, "reason": str(error)}
 
 
 def label_of(version: PolicyVersion | None) -> str:

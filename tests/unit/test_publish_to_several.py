@@ -62,8 +62,7 @@ class Cluster:
 
     async def steps(self, number: int = 1) -> None:
         for _ in range(number):
-            self.publisher._looked_at_sec = float("-inf")
-            self.publisher._again_at_sec.clear()
+            self.publisher.rotation.hurry()
             await self.publisher.step()
             assert self.live.gate.is_open
 
@@ -325,7 +324,7 @@ def test_an_engine_that_can_not_join_is_told_once(tmp_path: Path, caplog: pytest
         cluster.fakes[1].name = "other"
         caplog.clear()
         for _ in range(3):
-            cluster.publisher._looked_at_sec = float("-inf")
+            cluster.publisher.rotation.hurry()
             await cluster.publisher.step()
             await cluster.publisher.step()
         cluster.database.close()

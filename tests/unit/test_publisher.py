@@ -41,7 +41,7 @@ class World:
         handles = [Handle(self.engine, self.engines.all[0])]
         place = Place(handles, self.engines, self.live, OwnGate(self.live), hold_timeout_sec=0.2)
         self.publisher = Publisher(self.database, place, settings)
-        self.publisher._looked_at_sec = float("-inf")
+        self.publisher.rotation.hurry()
 
     def candidate(
         self,
@@ -84,7 +84,7 @@ class World:
 
     async def steps(self, number: int = 1) -> None:
         for _ in range(number):
-            self.publisher._looked_at_sec = float("-inf")
+            self.publisher.rotation.hurry()
             await self.publisher.step()
             assert self.live.gate.is_open
 

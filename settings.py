@@ -330,6 +330,14 @@ class TrainSettings(_Layered):
     )
     correction_cap: float = Field(2.0, ge=1, description="Largest weight of a correction.")
     learning_rate: float = Field(1e-5, gt=0, description="Adam's step size.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="What the learning rate does over the run's optimizer steps (max_steps times epochs): "
+        "stay, or fall to 0 along a line or a cosine, which need max_steps.",
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises to its full size."
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
     critic_learning_rate: float = Field(
         1e-4, gt=0, description="Adam's step size of the critic, for credit rules that read values."
@@ -372,6 +380,11 @@ class TrainSettings(_Layered):
     publish_timeout_sec: float = Field(300, gt=0, description="How long to wait for a version to go live.")
     keep_versions: int = Field(3, ge=2, description="Folders of retired versions to keep.")
     micro_batch_tokens: int = Field(2048, ge=64, description="Tokens in one forward pass.")
+    gradient_checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compute activations a second time instead of keeping them: less memory, a third more "
+        "time. auto: on a GPU.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
     seed: int = Field(0, description="Seed of adapter initialisation.")

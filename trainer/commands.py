@@ -52,6 +52,12 @@ def train(
         int | None, typer.Option(help="What the constant weighting divides by.")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's step size.")] = None,
+    lr_schedule: Annotated[
+        str | None, typer.Option(help="constant, linear or cosine; the latter two end at --max-steps.")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps over which the learning rate rises.")
+    ] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups in one optimizer step.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
     max_staleness: Annotated[
@@ -77,6 +83,9 @@ def train(
         float | None, typer.Option(help="How long a version may take to go live.")
     ] = None,
     micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in one forward pass.")] = None,
+    gradient_checkpointing: Annotated[
+        str | None, typer.Option(help="auto, on or off: less memory, a third more time.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of adapter initialisation.")] = None,

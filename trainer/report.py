@@ -46,6 +46,7 @@ class StepLine:
     entropy_mean: float | None = None
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
+    lr: float | None = None  # learning rate; of the first epoch, as the figures above
     kl_mean: float | None = None  # to the reference model, over trained tokens
     critic_loss: float | None = None
     explained_variance: float | None = None  # of the returns, by the values before the critic's step
@@ -91,6 +92,7 @@ def human(line: StepLine) -> str:
         parts.append(f"gap {_number(line.gap_mean, '.4f')} max {_number(line.gap_max, '.3f')}")
         parts.append(f"clipped {_number(line.clip_fraction, '.1%')}")
         parts.append(f"grad {_number(line.grad_norm, '.3g')}")
+        parts.append(f"lr {_number(line.lr, '.3g')}")
         parts.append(
             f"{_number(line.call_tokens_per_sec, '.0f')} tokens/s "
             f"({_number(line.unique_tokens_per_sec, '.0f')} unique)"
@@ -159,4 +161,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    return round(value, 6) if isinstance(value, float) else value
+    """To 6 digits behind the point, or as many that count: a learning rate is small."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 6) if abs(value) >= 1.0 else float(f"{value:.6g}")

@@ -396,6 +396,7 @@ def test_human_lines_say_why():
         gap_max=0.25,
         clip_fraction=0.01,
         grad_norm=0.5,
+        lr=1e-5,
         call_tokens_per_sec=900.0,
         unique_tokens_per_sec=300.0,
         seconds=12.34,
@@ -403,7 +404,7 @@ def test_human_lines_say_why():
     assert human(line) == (
         "step 4 | reward 0.500 | episodes 2/4 (no_variance:all_solved 2) | "
         "choices 3/8 (no_variance:all_solved 4, penalties 1) | gap 0.0012 max 0.250 | clipped 1.0% | "
-        "grad 0.5 | 900 tokens/s (300 unique) | 12.3 s | version 3"
+        "grad 0.5 | lr 1e-05 | 900 tokens/s (300 unique) | 12.3 s | version 3"
     )
     empty = human(replace(line, choices_trained=0, to_version=None, seconds=0.1))
     assert empty.endswith("| 0.1 s | no new version")

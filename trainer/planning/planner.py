@@ -32,6 +32,11 @@ def plan_settings(settings: TrainSettings) -> PlanSettings:
         raise SettingsError(
             "--from-base and --max-staleness exclude each other: versions in the log count no steps from it"
         )
+    if settings.lr_schedule != "constant" and settings.max_steps is None:
+        raise SettingsError(
+            f"lr_schedule = {settings.lr_schedule} has to know where it ends: give --max-steps, or use "
+            "--lr-schedule constant"
+        )
     selection = SelectionRules(
         policy=settings.policy,
         unrewarded=settings.unrewarded,

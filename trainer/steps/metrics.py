@@ -19,6 +19,7 @@ class StepMetrics:
     kl_sum: float = 0.0  # to the reference; 0 where there is none
     loss: float = 0.0
     grad_norm: float = 0.0
+    learning_rate: float = 0.0
 
     @property
     def gap_mean(self) -> float:

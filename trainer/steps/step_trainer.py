@@ -17,6 +17,7 @@ from ..report import StepLine
 from . import models
 from .metrics import StepMetrics
 from .objective import Correction, Objective
+from .schedule import Schedule
 
 
 class StepTrainer(Protocol):
@@ -43,6 +44,12 @@ def objective_of(settings: TrainSettings) -> Objective:
     )
 
 
+def schedule_of(settings: TrainSettings) -> Schedule:
+    """Every epoch over a step's groups is an optimizer step of its own."""
+    total = None if settings.max_steps is None else settings.max_steps * settings.epochs
+    return Schedule(settings.lr_schedule, settings.warmup_steps, total)
+
+
 def correction_of(settings: TrainSettings, manifest: StepManifest, groups: Sequence[Group]) -> Correction:
     """`auto` is decided by the step: a correction costs a forward pass, and on-policy it corrects nothing."""
     if settings.correction != "auto":
@@ -66,11 +73,14 @@ def build_trainer(
     bridge = BridgeSettings(
         output=folder,
         learning_rate=settings.learning_rate,
+        schedule=schedule_of(settings),
         objective=objective_of(settings),
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         on_gpu=on_gpu,
         bfloat16=settings.dtype == "bfloat16",
+        gradient_checkpointing=settings.gradient_checkpointing == "on"
+        or (settings.gradient_checkpointing == "auto" and on_gpu),
     )
     reference = models.load_reference(settings) if settings.kl_weight else None
     trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge, reference)
@@ -107,6 +117,7 @@ def measured(line: StepLine, metrics: StepMetrics, micro_batches: int) -> StepLi
         entropy_mean=metrics.entropy_mean,
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
+        lr=metrics.learning_rate,
         kl_mean=metrics.kl_mean,
         call_tokens_per_sec=float(metrics.call_tokens),
         unique_tokens_per_sec=float(metrics.unique_tokens),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from .attention import TreeAttention
 from .measure import measure
 from .metrics import StepMetrics
 from .objective import MAX_LOG_RATIO, Correction, Objective, correction_weights
+from .schedule import Schedule
 from .scoring import add_scoring_head, on_device
 
 _VOCABULARY_CHUNK = 32768
@@ -62,6 +63,8 @@ class BridgeSettings:
     seed: int
     on_gpu: bool
     bfloat16: bool
+    gradient_checkpointing: bool = False
+    schedule: Schedule = field(default_factory=Schedule)
 
 
 class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -83,6 +86,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         self.remove_callback(PrinterCallback)
         adapted = hasattr(self.model, "get_base_model")
         self._objective = settings.objective
+        self._schedule = settings.schedule
         # Entropies that are read are cheaper than those that a gradient goes through.
         holds = settings.objective.entropy_weight == 0.0
         add_scoring_head(self.model.get_base_model() if adapted else self.model, _project, holds_logits=holds)
@@ -152,6 +156,8 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             self.on_micro_batch(number, len(micro_batches))
         self._current = self._old_logps = self._scored = None
         self.metrics.loss = float(total)
+        if self.optimizer is not None:
+            self.metrics.learning_rate = float(self._get_learning_rate())
         return total
 
     def _added(self, batch: MicroBatch) -> torch.Tensor | float:
@@ -190,6 +196,12 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             terms = replace(terms, old_logprob=old, multiplier=terms.multiplier * weights)
             found.append(replace(batch, terms=terms))
         return found
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """transformers' own would count to `num_training_steps`, which a run's loader does not know."""
+        self.lr_scheduler = self._schedule.scheduler(self.optimizer if optimizer is None else optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self.metrics.grad_norm = float(logs.get("grad_norm", self.metrics.grad_norm))
@@ -261,12 +273,11 @@ def _grpo_config(settings: BridgeSettings) -> Any:
         steps_per_generation=1,
         max_steps=_UNBOUNDED_STEPS,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant",
         optim="adamw_torch_fused",
         weight_decay=0.0,
         max_grad_norm=settings.max_grad_norm,
         disable_dropout=True,
-        gradient_checkpointing=settings.on_gpu,
+        gradient_checkpointing=settings.gradient_checkpointing,
         bf16=settings.bfloat16 and settings.on_gpu,
         use_cpu=not settings.on_gpu,
         seed=settings.seed,

@@ -27,7 +27,7 @@ from ..records import (
 from ..settings import TrainSettings
 from ..store.database import Database
 from ..store.policies import load_version, next_version, versions
-from . import checkpoint
+from . import version_folders
 
 PROBE_POOL = 8
 PROBE_SEQUENCES = 4
@@ -96,7 +96,7 @@ class Handover:
         """Write the next version's folder; its row is the caller's, in one transaction with the step's."""
         with self._database.read() as conn:
             number = max(next_version(conn, self._settings.policy), after + 1)
-        saved = checkpoint.save_version(
+        saved = version_folders.save_version(
             model,
             self._folder / f"{number:05d}",
             base_model=self._settings.model,
@@ -122,9 +122,9 @@ class Handover:
         if self._settings.publish:
             with self._database.read() as conn:
                 known = versions(conn, self._settings.policy)
-            checkpoint.delete_old(known, keep, inside=self._settings.output)
+            version_folders.delete_old(known, keep, inside=self._settings.output)
         else:  # these are in no database: only the newest are of use
-            checkpoint.keep_newest(self._unpublished, keep)
+            version_folders.keep_newest(self._unpublished, keep)
             self._unpublished = self._unpublished[-keep:]
 
     def await_verdict(self, version: PolicyVersion, on_status: Callable[[VersionStatus], None]) -> None:

@@ -142,7 +142,7 @@ def _perturbed(model_folder: Path, folder: Path):
     from transformers import AutoModelForCausalLM
 
     from lightning_rl.records import ProbeSequence, WeightsKind, logprobs, token_ids
-    from lightning_rl.trainer.checkpoint import save_version
+    from lightning_rl.trainer.version_folders import save_version
 
     models = [AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32) for _ in range(2)]
     torch.manual_seed(0)

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_rl.engine.checksum import checksum_of
 from lightning_rl.errors import UserError
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
-from lightning_rl.trainer import checkpoint
-from lightning_rl.trainer.checkpoint import delete_old, keep_newest, save_version
+from lightning_rl.trainer import version_folders
+from lightning_rl.trainer.version_folders import delete_old, keep_newest, save_version
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_an_interrupted_save_leaves_nothing(base, tmp_path, monkeypatch):
         assert (folder / "model.safetensors").is_file()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "checksum_of", interrupted)
+    monkeypatch.setattr(version_folders, "checksum_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_version(tiny_models.qwen3(), tmp_path / "out" / "v", base_model=base, kind=WeightsKind.FULL)
     assert list((tmp_path / "out").iterdir()) == []
@@ -142,6 +142,6 @@ def test_keep_newest(tmp_path):
     assert [f.exists() for f in folders] == [False, False, True, True]
 
 
-def test_checkpoints_know_no_trl():
+def test_version_folders_know_no_torch():
     program = "import sys; from lightning_rl.trainer import candidate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,108 @@
+"""The manifests of a run, one after another: planned now from what the log has ready, or read as a dry run
+has written them.
+
+Knows the critic's values where the credit rule reads them; what becomes of a manifest is the loop's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...errors import NothingToTrainError, SettingsError, UserError
+from ...records import Fingerprint, Group
+from ...settings import TrainSettings
+from ...store.database import Database
+from ...store.read import load_groups
+from ..place import RunPlace
+from ..report import RunReport
+from ..steps.values import StepValues, Valuer
+from .manifest_files import WrittenPlan, read_plan
+from .plan import StepPlan, withheld
+from .planner import NO_VALUES, Planner
+from .reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    plan: StepPlan
+    groups: list[Group]
+    known: StepValues | None  # None: the run has no critic
+
+
+class RunPlans:
+    def __init__(self, database: Database, settings: TrainSettings, place: RunPlace) -> None:
+        self._database, self._settings, self._place = database, settings, place
+        self.planner = Planner.of(database, settings, place.run_id)
+        self._source = self.planner.source
+        self.written = None if settings.manifests is None else self._written(settings.manifests)
+
+    def require_something(self) -> None:
+        """NothingToTrainError before a model is loaded, unless some step has something to train."""
+        if self.planner.reads_values:  # without the critic nobody knows more than whether there are groups
+            if next(iter(self._source.ready()), None) is None:
+                raise self._source.nothing_ready()
+            return
+        last: StepPlan | None = None
+        plans = (self._plan(groups) for groups in self._source.ready())
+        for last in plans if self.written is None else self.written.steps:
+            if last.trains:
+                return
+        if last is None:
+            raise self._source.nothing_ready()
+        raise NothingToTrainError(f"nothing to train: {last.counts.why_nothing()}")
+
+    def each(
+        self,
+        report: RunReport,
+        critic: Valuer | None,
+        check_engines: Callable[[Sequence[Fingerprint]], None],
+    ) -> Iterator[Planned]:
+        """Each step with its groups; planned when it is asked for, with the weights' version of then."""
+        if self.written is None:
+            for groups in self._groups(report):
+                check_engines(self._source.fingerprints(groups))
+                known = None if critic is None else StepValues.of(groups, critic)
+                yield Planned(self._plan(groups, known), groups, known)
+            return
+        report.message(f"training the {len(self.written.steps)} steps of {self.written.folder} as written")
+        for plan in self.written.steps:
+            place = self._place
+            manifest = replace(plan.manifest, run_id=place.run_id, from_version=place.version)
+            ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
+            with self._database.read() as conn:
+                groups = load_groups(conn, ids)
+            check_engines(self._source.fingerprints(groups))
+            yield Planned(replace(plan, manifest=manifest), groups, None)
+
+    def _plan(self, groups: Sequence[Group], known: StepValues | None = None) -> StepPlan:
+        values = NO_VALUES if known is None else known.values
+        step = self._place.steps_planned
+        plan = self.planner.plan(groups, step=step, from_version=self._place.version, values=values)
+        if self.planner.reads_values and step < self._settings.critic_warmup_steps:
+            return withheld(plan, Reason.CRITIC_WARM_UP)
+        return plan
+
+    def _written(self, folder: Path) -> WrittenPlan:
+        """A dry run to train as it is. UserError unless it was planned for this policy and these weights."""
+        if self._settings.watch:
+            raise SettingsError("--manifests trains a written plan; it can't --watch")
+        plan = read_plan(folder)
+        if plan.policy != self._settings.policy:
+            raise UserError(f"{folder} was planned for policy {plan.policy!r}, not {self._settings.policy!r}")
+        if plan.start_version != self._place.version:
+            raise UserError(
+                f"{folder} was planned from version {plan.start_version} of policy {plan.policy!r}, but this "
+                f"run starts from version {self._place.version}: write the dry run anew, or pass --from-base "
+                "to both"
+            )
+        return plan
+
+    def _groups(self, report: RunReport) -> Iterator[list[Group]]:
+        if not self._settings.watch:
+            return self._source.ready()
+        wanted = self._settings.groups_per_step
+        return self._source.as_they_come(
+            lambda ready: report.doing(f"waiting for groups: {ready} of {wanted} ready", ready, wanted)
+        )

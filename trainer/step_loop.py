@@ -1,0 +1,150 @@
+"""Step after step: manifest -> optimizer step -> version folder -> candidate -> verdict, and the next.
+
+Everything that the log has to know is written before it happens (the manifest) or with what it belongs to
+(candidate row and finished step in one transaction). The loop is a generator of micro-batches that the
+trainer asks for the next step: its loss, optimizer and schedule are the bridge's matter, and so is everything
+about torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..settings import TrainSettings
+from ..store.database import Database
+from ..store.policies import add_candidate
+from ..store.runs import add_manifest, finish_step
+from .batches.packing import MicroBatch, cheapest_batches
+from .candidate import Handover, Probe
+from .place import RunPlace
+from .planning.plan import StepPlan, transitions
+from .planning.run_plans import Planned, RunPlans
+from .report import RunReport, StepLine
+from .steps import models
+from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, timed
+from .steps.values import Valuer
+
+
+class KeptValuer(Valuer, Protocol):
+    """What a run needs of critic.Critic."""
+
+    def save(self, folder: Path) -> None: ...
+
+
+class StepLoop:
+    """The steps of one run, with the weights loaded."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: TrainSettings,
+        place: RunPlace,
+        plans: RunPlans,
+        *,
+        trainer: StepTrainer,
+        start: models.StartWeights,
+        report: RunReport,
+    ) -> None:
+        self._database, self._settings, self._place, self._plans = database, settings, place, plans
+        self._trainer, self._report = trainer, report
+        self._handover = Handover(database, settings, place.run_id, place.folder / "versions")
+        self._shape = models.shape_of(trainer.model)
+        if not self._shape.shares_prefixes:
+            report.message(
+                "this model can't share prefixes (sliding or linear attention): computing rows of whole "
+                "sequences"
+            )
+        self._critic: KeptValuer | None = None
+        if plans.planner.reads_values:
+            self._critic = models.load_critic(settings, start, trainer.model, self._shape)
+
+    def steps(self, tokenizer: Any) -> Iterator[Sequence[MicroBatch]]:
+        """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
+        model = self._settings.model
+        num_embeddings = self._trainer.model.get_input_embeddings().weight.shape[0]
+        check_engines = partial(models.check_tokenizer, tokenizer, folder=model)
+        for planned in self._plans.each(self._report, self._critic, check_engines):
+            yield from self._step(planned, num_embeddings)
+            if self._place.steps_trained == self._settings.max_steps:
+                return
+
+    def _step(self, planned: Planned, num_embeddings: int) -> Iterator[Sequence[MicroBatch]]:
+        """From the manifest to the verdict; nothing is yielded where there is nothing to train."""
+        began = time.monotonic()
+        plan = planned.plan
+        trained = transitions(plan.manifest, planned.groups)
+        models.check_ids(trained, num_embeddings, self._settings.model)
+        with self._database.write() as conn:
+            add_manifest(conn, plan.manifest)
+        self._place.steps_planned += 1
+        line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self._place.version)
+        if not plan.trains:
+            self._finish_empty(plan, self._teach(planned, line))
+            return
+        probe = Probe.before_step(self._trainer, trained, self._settings.micro_batch_tokens)
+        batches = cheapest_batches(trained, self._settings.micro_batch_tokens, self._shape)
+        self._trainer.on_micro_batch = partial(self._report.doing, f"step {line.step}")
+        started = time.monotonic()
+        mode = correction_of(self._settings, plan.manifest, planned.groups)
+        if mode != "off":
+            batches = self._trainer.corrected(batches, mode, self._settings.correction_cap)
+        for epoch in range(self._settings.epochs):
+            yield batches
+            require_finite(self._trainer.metrics, line.step)
+            if epoch == 0:
+                line = measured(line, self._trainer.metrics, len(batches))
+        line = timed(line, time.monotonic() - started)
+        self._hand_over(probe, self._teach(planned, line), began)
+
+    def _teach(self, planned: Planned, line: StepLine) -> StepLine:
+        """The critic learns from every step, also from one that trains no policy."""
+        if self._critic is None or planned.known is None:
+            return line
+        self._report.doing(f"step {line.step}: the critic learns")
+        taught = planned.known.teach(self._critic, self._plans.planner, planned.groups)
+        if taught is None:
+            return line
+        self._critic.save(self._place.folder)
+        return replace(
+            line,
+            critic_loss=taught.loss,
+            explained_variance=taught.explained_variance,
+            value_mean=taught.value_mean,
+        )
+
+    def _finish_empty(self, plan: StepPlan, line: StepLine) -> None:
+        """The groups are used up without a step, so that they are not read for ever."""
+        with self._database.write() as conn:
+            finish_step(conn, self._place.run_id, line.step, to_version=None, metrics=line.as_json())
+        self._report.step(line)
+        self._report.message(f"step {line.step} trains nothing: {plan.counts.why_nothing()}")
+
+    def _hand_over(self, probe: Probe, line: StepLine, began: float) -> None:
+        """Save the new weights, record the step, and wait until they serve (or not, without `publish`)."""
+        report, place = self._report, self._place
+        report.doing(f"step {line.step}: saving")
+        started = time.monotonic()
+        moved = probe.after_step(self._trainer)
+        version = self._handover.save(self._trainer.model, moved, after=place.version, step=line.step)
+        line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
+        line = replace(line, seconds=time.monotonic() - began)
+        with self._database.write() as conn:
+            if self._settings.publish:
+                add_candidate(conn, version)
+            finish_step(conn, place.run_id, line.step, to_version=version.version, metrics=line.as_json())
+        place.version = version.version
+        place.steps_trained += 1
+        started = time.monotonic()
+        try:
+            if self._settings.publish:
+                name = f"step {line.step}: version {version.version}"
+                self._handover.await_verdict(version, lambda status: report.doing(f"{name} is {status}"))
+        finally:
+            now = time.monotonic()
+            report.step(replace(line, publish_sec=now - started, seconds=now - began))
+        self._handover.delete_old()

@@ -357,6 +357,17 @@ class TrainSettings(_Layered):
     max_staleness: int | None = Field(
         None, ge=0, description="Leave out calls of a version older by more than this."
     )
+    max_sequence_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Calls whose prompt and answer have more tokens are not trained: none is ever cut, so "
+        "the longest decides how much memory a step needs. Left out: the model's own context length.",
+    )
+    too_long: Literal["call", "episode"] = Field(
+        "call",
+        description="What a call beyond max_sequence_tokens takes along: its own loss, or that of its whole "
+        "episode. Rewards and credit stay as they are.",
+    )
     unrewarded: str = Field(
         "skip",
         pattern=rf"^(skip|error|{_FILL})$",

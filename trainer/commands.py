@@ -63,6 +63,13 @@ def train(
     max_staleness: Annotated[
         int | None, typer.Option(help="Leave out calls of a version older by more than this.")
     ] = None,
+    max_sequence_tokens: Annotated[
+        int | None,
+        typer.Option(help="Leave out calls of more tokens; default: the model's context length."),
+    ] = None,
+    too_long: Annotated[
+        str | None, typer.Option(help="call or episode: what a call that is too long takes along.")
+    ] = None,
     unrewarded: Annotated[
         str | None, typer.Option(help="skip, error or fill=NUMBER: ended episodes without a reward.")
     ] = None,

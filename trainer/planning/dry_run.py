@@ -30,6 +30,8 @@ DECIDE = (
     "unequal_sources",
     "train_agents",
     "max_staleness",
+    "max_sequence_tokens",
+    "too_long",
     "weighting",
     "constant_tokens",
     "groups_per_step",
@@ -145,7 +147,10 @@ def plan_steps(
 
 def decisive_settings(settings: TrainSettings, planner: Planner) -> dict[str, Any]:
     chosen = settings.model_dump(mode="json", include=set(DECIDE))
-    return chosen | {"credit": planner.settings.credit.describe()}
+    return chosen | {
+        "credit": planner.settings.credit.describe(),
+        "max_sequence_tokens": planner.settings.selection.max_sequence_tokens,
+    }
 
 
 def reasons_of(plan: WrittenPlan) -> Counter[str]:

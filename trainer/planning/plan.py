@@ -17,7 +17,7 @@ from ...records import Call, Choice, Group, ManifestChoice, StepManifest, Transi
 from ..credit.base import ChoiceKey, Credit, CreditContext, JudgedEpisode, JudgedGroup
 from ..credit.registry import Assignment
 from .reasons import NO_VARIANCE, OF_A_RULE, Reason, cause_of
-from .selection import SelectionRules, choice_reason, judge_group, temperature_of
+from .selection import SelectionRules, choice_reasons, judge_group, num_tokens, temperature_of
 from .weights import CONSTANT_TOKENS, TrainedChoice, Weighting, multipliers
 
 
@@ -113,10 +113,14 @@ def plan_step(
     """Judge, give credit, mask, weigh: everything about a step that needs no weights."""
     judged = [judge_group(group, settings.selection) for group in groups]
     given = settings.credit.assign(judged, context)
-    credits: dict[ChoiceKey, Credit] = {}
-    for episode, call, choice in _choices(judged):
-        excluded = choice_reason(call, choice, settings.selection, from_version=from_version)
-        credits[call.id, choice.index] = _final_credit(given, episode, call, choice, excluded)
+    excluded: dict[ChoiceKey, str | None] = {}
+    for group in judged:
+        for member in group.episodes:
+            excluded |= choice_reasons(member.episode, settings.selection, from_version=from_version)
+    credits = {
+        (call.id, choice.index): _final_credit(given, episode, call, choice, excluded[call.id, choice.index])
+        for episode, call, choice in _choices(judged)
+    }
     trained = {
         (call.id, choice.index): TrainedChoice(episode.episode.id, len(choice.completion_ids))
         for episode, call, choice in _choices(judged)
@@ -243,7 +247,7 @@ def _count(
         ),
         trained_tokens=sum(choice.num_tokens for choice in trained.values()),
         call_tokens=sum(
-            len(call.prompt_ids) + len(choice.completion_ids)
+            num_tokens(call, choice)
             for _, call, choice in _choices(judged)
             if (call.id, choice.index) in trained
         ),
@@ -256,13 +260,13 @@ def _episode_reason(judged: JudgedEpisode, credits: Mapping[ChoiceKey, Credit]) 
     choices'."""
     if judged.set_aside is not None:
         return judged.set_aside
-    for call in judged.episode.calls:
-        for choice in call.choices:
-            reason = credits[call.id, choice.index].reason
-            if reason in OF_A_RULE:
-                assert reason is not None
-                return reason
-    return Reason.NO_TRAINABLE_CHOICE
+    reasons = [
+        credits[call.id, choice.index].reason for call in judged.episode.calls for choice in call.choices
+    ]
+    for reason in reasons:
+        if reason is not None and reason in OF_A_RULE:
+            return reason
+    return Reason.TOO_LONG if Reason.TOO_LONG in reasons else Reason.NO_TRAINABLE_CHOICE
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

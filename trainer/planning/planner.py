@@ -18,6 +18,7 @@ from ...store.history import ended_episodes
 from ...store.rewards import resolve
 from ..credit.base import CreditContext, PastEpisode, Values
 from ..credit.registry import configure
+from .context_length import context_tokens
 from .plan import PlanSettings, StepPlan, plan_step
 from .selection import SelectionRules, judge_group
 from .source import GroupSource
@@ -45,6 +46,8 @@ def plan_settings(settings: TrainSettings) -> PlanSettings:
         unequal_sources=settings.unequal_sources,
         source_weights=settings.sources,
         train_agents=frozenset(settings.train_agents),
+        max_sequence_tokens=settings.max_sequence_tokens or context_tokens(settings.model),
+        too_long=settings.too_long,
     )
     return PlanSettings(selection, configure(settings.credit), settings.weighting, settings.constant_tokens)
 

@@ -41,6 +41,7 @@ class Reason(StrEnum):
     OTHER_AGENT = "other_agent"
     STALE = "stale"
     NOT_USED = "not_used"
+    TOO_LONG = "too_long"
     NO_TRAINABLE_CHOICE = "no_trainable_choice"  # of an episode that counts in the baseline
 
 
@@ -96,6 +97,8 @@ _WORDS: dict[str, str] = {
     Reason.OTHER_AGENT: "this agent is not trained (setting `train_agents`)",
     Reason.STALE: "its policy version is too old (setting `max_staleness`)",
     Reason.NOT_USED: "the episode went on with another choice of the call",
+    Reason.TOO_LONG: "it, or a call of its episode, is too long to train (settings `max_sequence_tokens`, "
+    "`too_long`)",
     Reason.NO_TRAINABLE_CHOICE: "none of its calls can be trained",
     Quarantine.INCOMPLETE: "the engine did not finish the answer",
     Quarantine.NO_PROMPT_IDS: "the log has no prompt ids",

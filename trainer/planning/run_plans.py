@@ -61,9 +61,10 @@ class RunPlans:
     ) -> Iterator[Planned]:
         """Each step with its groups; planned when it is asked for, with the weights' version of then."""
         if self.written is None:
+            longest = self.planner.settings.selection.max_sequence_tokens
             for groups in self._groups(report):
                 check_engines(self._source.fingerprints(groups))
-                known = None if critic is None else StepValues.of(groups, critic)
+                known = None if critic is None else StepValues.of(groups, critic, longest)
                 yield Planned(self._plan(groups, known), groups, known)
             return
         report.message(f"training the {len(self.written.steps)} steps of {self.written.folder} as written")

@@ -6,6 +6,7 @@ rule makes of them, or what a tensor is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -27,6 +28,7 @@ from ..credit.base import JudgedEpisode, JudgedGroup, PartRewards, standing_sour
 from .reasons import Reason
 
 UnequalSources = Literal["set_aside", "common"]
+TooLong = Literal["call", "episode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class SelectionRules:
     unequal_sources: UnequalSources = "set_aside"
     source_weights: SourceWeights = field(default_factory=dict)
     train_agents: frozenset[str] = frozenset()  # empty: all
+    max_sequence_tokens: int | None = None  # prompt and answer together; None: no bound
+    too_long: TooLong = "call"  # what loses its loss with a call beyond that
 
 
 _STATUS_REASONS = {
@@ -150,9 +154,19 @@ def _part_rewards(episode: Episode, weights: SourceWeights) -> PartRewards:
     return PartRewards(calls, frozenset(call_sources), agents, agent_sources, tuple(ids))
 
 
-def choice_reason(call: Call, choice: Choice, rules: SelectionRules, *, from_version: int) -> str | None:
-    """Why this choice gets no loss, or None. `from_version`: of the weights that the step starts from."""
-    return next(_choice_reasons(call, choice, rules, from_version), None)
+def choice_reasons(
+    episode: Episode, rules: SelectionRules, *, from_version: int
+) -> dict[tuple[str, int], str | None]:
+    """Of each choice why it gets no loss, or None. `from_version`: of the weights that the step starts
+    from."""
+    found = {
+        (call.id, choice.index): next(_choice_reasons(call, choice, rules, from_version), None)
+        for call in episode.calls
+        for choice in call.choices
+    }
+    if rules.too_long == "episode" and Reason.TOO_LONG in found.values():
+        return {key: reason or Reason.TOO_LONG for key, reason in found.items()}
+    return found
 
 
 def _choice_reasons(call: Call, choice: Choice, rules: SelectionRules, from_version: int) -> Iterator[str]:
@@ -177,6 +191,13 @@ def _choice_reasons(call: Call, choice: Choice, rules: SelectionRules, from_vers
         yield Reason.NOT_USED
     if rules.max_staleness is not None and _staleness(call, from_version) > rules.max_staleness:
         yield Reason.STALE
+    # The last one: only what would be trained but for its length takes its episode along.
+    if num_tokens(call, choice) > (rules.max_sequence_tokens or math.inf):
+        yield Reason.TOO_LONG
+
+
+def num_tokens(call: Call, choice: Choice) -> int:
+    return len(call.prompt_ids) + len(choice.completion_ids)
 
 
 def _was_used(choice: Choice, siblings: Sequence[Choice]) -> bool:

@@ -7,6 +7,7 @@ the formulas are the credit rules'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,13 +49,15 @@ class StepValues:
     values: Mapping[str, float]
 
     @classmethod
-    def of(cls, groups: Sequence[Group], critic: Valuer) -> StepValues:
+    def of(cls, groups: Sequence[Group], critic: Valuer, max_tokens: int | None = None) -> StepValues:
+        """A prompt of more than `max_tokens` has no value: the critic reads it no more than the policy
+        does."""
         prompts = {
             call.id: call.prompt_ids
             for group in groups
             for episode in group.episodes
             for call in episode.calls
-            if call.kind is CallKind.POLICY and call.prompt_ids
+            if call.kind is CallKind.POLICY and 0 < len(call.prompt_ids) <= (max_tokens or math.inf)
         }
         return cls(prompts, dict(zip(prompts, critic.values(list(prompts.values())), strict=True)))
 

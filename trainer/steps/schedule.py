@@ -13,10 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
-
 ScheduleName = Literal["constant", "linear", "cosine"]
 
 
@@ -26,8 +22,13 @@ class Schedule:
     warmup_steps: int = 0
     num_steps: int | None = None  # of the whole run; None: nobody knows, and only `constant` can do without
 
-    def scheduler(self, optimizer: Any) -> LambdaLR:
+    def scheduler(self, optimizer: Any) -> Any:
         """For transformers' trainer, which steps it once per optimizer step."""
+        # Here, so that whoever names a schedule does not load transformers before the bridge has prepared it.
+        import torch
+        from torch.optim.lr_scheduler import LambdaLR
+        from transformers import get_scheduler
+
         assert self.name == "constant" or self.num_steps is not None, "the settings were checked"
         shape = get_scheduler(
             "constant_with_warmup" if self.name == "constant" else self.name,

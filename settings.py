@@ -399,6 +399,11 @@ class TrainSettings(_Layered):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
     seed: int = Field(0, description="Seed of adapter initialisation.")
+    report_to: Annotated[list[str], NoDecode, BeforeValidator(_listed)] = Field(
+        default_factory=list,
+        description="Trackers of experiments that get every step's figures: tensorboard, wandb, trackio or "
+        "another that transformers knows. None by default: nothing leaves the machine.",
+    )
     progress: bool = Field(True, description="Show a progress bar.")
 
 

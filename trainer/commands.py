@@ -108,6 +108,10 @@ def train(
         str | None,
         typer.Option(metavar="EPISODE|CALL", help="With --dry-run: why each choice is trained or not."),
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Log figures to tensorboard, wandb, trackio …; may be given again."),
+    ] = None,
     progress: Annotated[
         bool | None, typer.Option("--progress/--no-progress", help="Show a progress bar.")
     ] = None,

@@ -19,10 +19,12 @@ from .place import RunPlace
 from .planning.planner import plan_settings
 from .planning.run_plans import RunPlans
 from .process import environment, sigterm_interrupts
-from .report import RunReport
+from .report import RunReport, figures
+from .run_folder import write_run
 from .step_loop import StepLoop
 from .steps import models
 from .steps.step_trainer import build_trainer
+from .steps.trackers import require_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ def train(settings: TrainSettings, *, as_json: bool = False) -> RunSummary:
     """Run to the end of what there is, for ever with `watch`, or until SIGINT or SIGTERM."""
     models.check_folder(settings.model)
     plan_settings(settings)
+    require_trackers(settings.report_to)
     database = Database.open(settings.db, must_exist=not settings.watch)
     try:
         return TrainingRun(database, settings).run(as_json=as_json)
@@ -80,6 +83,7 @@ class TrainingRun:
                         report=report,
                     )
                     trainer.steps = loop.steps(tokenizer)
+                    report.on_step = lambda line: trainer.log_figures(figures(line))
                     trainer.train()
                 status = "finished"
             except KeyboardInterrupt:
@@ -96,8 +100,10 @@ class TrainingRun:
         written = self._plans.written
         settings = self._settings.model_dump(mode="json", exclude={"db"})
         settings |= {} if written is None else written.settings
+        found = environment(on_gpu)
+        write_run(self._place, settings, found, shown_db=self._database.shown_url)
         with self._database.write() as conn:
-            create_run(conn, self._place.run_id, self._settings.policy, settings, environment(on_gpu))
+            create_run(conn, self._place.run_id, self._settings.policy, settings, found)
 
 
 def _create_folder(folder: Path) -> None:

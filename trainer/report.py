@@ -6,7 +6,7 @@ Knows no torch and no database: it is given finished numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,51 @@ _FROM_COUNTS = (
 )
 
 
+_TRACKED = {
+    "to_version": "policy/version",
+    "reward_mean": "reward/mean",
+    "groups": "groups/all",
+    "groups_trained": "groups/trained",
+    "episodes": "episodes/all",
+    "episodes_trained": "episodes/trained",
+    "episodes_excluded": "episodes/excluded",
+    "choices": "choices/all",
+    "choices_trained": "choices/trained",
+    "choices_excluded": "choices/excluded",
+    "trained_tokens": "tokens/trained",
+    "call_tokens_per_sec": "tokens/per_sec",
+    "unique_tokens_per_sec": "tokens/unique_per_sec",
+    "gap_mean": "gap/mean",
+    "gap_max": "gap/max",
+    "clip_fraction": "policy/clip_fraction",
+    "entropy_mean": "policy/entropy",
+    "kl_mean": "policy/kl",
+    "critic_loss": "critic/loss",
+    "explained_variance": "critic/explained_variance",
+    "value_mean": "critic/value_mean",
+    "train_sec": "time/train_sec",
+    "save_sec": "time/save_sec",
+    "publish_sec": "time/publish_sec",
+    "seconds": "time/step_sec",
+}
+"""What TensorBoard and the like call a figure; others keep their name, below `step/`."""
+
+_TRACKED_ELSEWHERE = frozenset({"step", "from_version", "loss", "grad_norm"})
+"""The number of the manifest, and what transformers logs by itself at each optimizer step."""
+
+
+def figures(line: StepLine) -> dict[str, float]:
+    """The line's numbers for a tracker of experiments; a count by reason is a figure for each reason."""
+    found: dict[str, float] = {}
+    for name, value in line.as_json().items():
+        shown = _TRACKED.get(name, f"step/{name}")
+        if isinstance(value, Mapping):
+            found |= {f"{shown}/{reason}": float(count) for reason, count in value.items()}
+        elif value is not None and name not in _TRACKED_ELSEWHERE:
+            found[shown] = float(value)
+    return found
+
+
 def human(line: StepLine) -> str:
     """One line for a terminal."""
     parts = [f"step {line.step}", f"reward {_number(line.reward_mean, '.3f')}"]
@@ -124,6 +169,7 @@ class RunReport:
             disable=not (progress and self._stderr.is_terminal),
         )
         self._task = self._bar.add_task("starting", total=None)
+        self.on_step: Callable[[StepLine], None] = lambda line: None
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -149,6 +195,7 @@ class RunReport:
         self._log.flush()
         self._stdout.print(packed if self._as_json else human(line), markup=False)
         self._stdout.file.flush()
+        self.on_step(line)
 
 
 def _of(trained: int, total: int, excluded: Mapping[str, int]) -> str:

@@ -25,6 +25,7 @@ from .place import RunPlace
 from .planning.plan import StepPlan, transitions
 from .planning.run_plans import Planned, RunPlans
 from .report import RunReport, StepLine
+from .run_folder import write_manifest
 from .steps import models
 from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, timed
 from .steps.values import Valuer
@@ -81,6 +82,7 @@ class StepLoop:
         models.check_ids(trained, num_embeddings, self._settings.model)
         with self._database.write() as conn:
             add_manifest(conn, plan.manifest)
+        write_manifest(self._place, plan, self._plans, self._settings)
         self._place.steps_planned += 1
         line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self._place.version)
         if not plan.trains:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from fakes import (  # noqa: F401 - add to the list
     prune_behaviours,
     reward_behaviours,
+    run_behaviours,
     transfer_behaviours,
     verify_behaviours,
 )

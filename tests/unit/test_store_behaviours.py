@@ -8,6 +8,7 @@ import pytest
 from fakes import (  # noqa: F401 - add to the list
     prune_behaviours,
     reward_behaviours,
+    run_behaviours,
     transfer_behaviours,
     verify_behaviours,
 )

@@ -1,10 +1,12 @@
-"""Step manifests as files: what a dry run writes and `lightning train --manifests FOLDER` reads back.
+"""Step manifests as files: what dry runs and runs write, and `lightning train --manifests FOLDER` reads.
 
     plan.json                             what planned it, and the counts of every step
     choices.parquet    (or .jsonl)        one row per choice: step, ids, agent, advantage, multiplier, why
     episodes.parquet   (or .jsonl)        one row per episode: step, group, value, its reward rows
 
-Parquet where pyarrow is installed, JSON lines elsewhere. Numbers come back as they went, to the last digit.
+A run keeps a folder of this kind for each of its steps (`manifests/step-00000`, …); the folder above them is
+read as one plan. Parquet where pyarrow is installed, JSON lines elsewhere. Numbers come back as they went, to
+the last digit.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -71,22 +73,44 @@ def write_plan(plan: WrittenPlan, kind: FileKind) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / PLAN).is_file():
             raise UserError(f"{folder} holds something that is no dry run; name another folder (--manifests)")
-        for name in ("choices", "episodes"):
-            for old in ("parquet", "jsonl"):
-                (folder / f"{name}.{old}").unlink(missing_ok=True)
-        (folder / PLAN).unlink(missing_ok=True)
-        manifests = [step.manifest for step in plan.steps]
-        _write(folder / f"choices.{kind}", [row for m in manifests for row in _choice_rows(m)], _CHOICE_TYPES)
-        _write(
-            folder / f"episodes.{kind}", [row for m in manifests for row in _episode_rows(m)], _EPISODE_TYPES
-        )
-        _replace(folder / PLAN, json.dumps(_header(plan, kind), indent=1) + "\n")
+        write_over(plan, kind)
     except OSError as error:
         raise UserError(f"can't write the dry run to {folder}: {error.strerror}; set --manifests") from None
 
 
+def write_over(plan: WrittenPlan, kind: FileKind) -> None:
+    """Into the plan's folder, which is there, over any earlier plan. OSError where that fails."""
+    folder = plan.folder
+    (folder / PLAN).unlink(missing_ok=True)
+    for name in ("choices", "episodes"):
+        for old in ("parquet", "jsonl"):
+            (folder / f"{name}.{old}").unlink(missing_ok=True)
+    manifests = [step.manifest for step in plan.steps]
+    _write(folder / f"choices.{kind}", [row for m in manifests for row in _choice_rows(m)], _CHOICE_TYPES)
+    _write(folder / f"episodes.{kind}", [row for m in manifests for row in _episode_rows(m)], _EPISODE_TYPES)
+    _replace(folder / PLAN, json.dumps(_header(plan, kind), indent=1) + "\n")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where a run keeps a step's manifest, in the folder of all of them."""
+    return folder / f"step-{step:05d}"
+
+
 def read_plan(folder: Path) -> WrittenPlan:
-    """UserError in one line where the folder holds none, or one that this program can't read."""
+    """A dry run, a step of a run or all its steps, numbered from 0.
+
+    UserError in one line where the folder holds none, or one that this program can't read.
+    """
+    of_steps = sorted(path.parent for path in folder.glob(f"step-*/{PLAN}"))
+    if (folder / PLAN).is_file() or not of_steps:
+        of_steps = [folder]
+    plans = [_read_folder(one) for one in of_steps]
+    steps = (step for plan in plans for step in plan.steps)
+    numbered = (replace(step, manifest=replace(step.manifest, step=n)) for n, step in enumerate(steps))
+    return replace(plans[0], folder=folder, steps=tuple(numbered))
+
+
+def _read_folder(folder: Path) -> WrittenPlan:
     try:
         header = json.loads((folder / PLAN).read_text())
     except FileNotFoundError:

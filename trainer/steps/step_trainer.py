@@ -4,7 +4,7 @@ correction a step gets, and what is read off it afterwards. TRL itself is trl_br
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ class StepTrainer(Protocol):
     on_micro_batch: Callable[[int, int], None]
 
     def train(self) -> Any: ...
+    def log_figures(self, figures: Mapping[str, float]) -> None: ...
     def corrected(self, batches: Sequence[MicroBatch], mode: Correction, cap: float) -> list[MicroBatch]: ...
     def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]: ...
 
@@ -79,6 +80,7 @@ def build_trainer(
         seed=settings.seed,
         on_gpu=on_gpu,
         bfloat16=settings.dtype == "bfloat16",
+        report_to=tuple(settings.report_to),
         gradient_checkpointing=settings.gradient_checkpointing == "on"
         or (settings.gradient_checkpointing == "auto" and on_gpu),
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as transformers_logging
 from trl import import_utils as trl_imports
 
@@ -63,6 +64,7 @@ class BridgeSettings:
     seed: int
     on_gpu: bool
     bfloat16: bool
+    report_to: tuple[str, ...] = ()  # trackers of experiments; none: nothing is logged anywhere
     gradient_checkpointing: bool = False
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -84,6 +86,9 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             processing_class=tokenizer,
         )
         self.remove_callback(PrinterCallback)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+                callback.logging_dir = str(settings.output / "tensorboard")
         adapted = hasattr(self.model, "get_base_model")
         self._objective = settings.objective
         self._schedule = settings.schedule
@@ -207,6 +212,10 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         self.metrics.grad_norm = float(logs.get("grad_norm", self.metrics.grad_norm))
         super().log(logs, start_time)
 
+    def log_figures(self, figures: Mapping[str, float]) -> None:
+        """To the trackers, at the number of optimizer steps so far."""
+        self.callback_handler.on_log(self.args, self.state, self.control, dict(figures))
+
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # transformers' estimate reads padded inputs, which there are none of
 
@@ -284,7 +293,10 @@ def _grpo_config(settings: BridgeSettings) -> Any:
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="no",
-        report_to="none",
+        report_to=list(settings.report_to) or "none",
+        run_name=settings.output.name,
+        project="lightning",
+        trackio_static_space_id=False,  # nothing of a run is put on the Hub
         disable_tqdm=True,
         remove_unused_columns=False,
     )

@@ -390,11 +390,21 @@ class TrainSettings(_Layered):
     publish: bool = Field(True, description="Hand each version to the proxy that serves the policy.")
     publish_timeout_sec: float = Field(300, gt=0, description="How long to wait for a version to go live.")
     keep_versions: int = Field(3, ge=2, description="Folders of retired versions to keep.")
-    micro_batch_tokens: int = Field(2048, ge=64, description="Tokens in one forward pass.")
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Compute activations a second time instead of keeping them: less memory, a third more "
         "time. auto: on a GPU.",
+    )
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="Tokens in one forward pass, and sampled tokens in its loss; 2048 on a CPU and 8192 on a "
+        "GPU where nothing is said.",
+    )
+    attention: Literal["auto", "flex", "chunked", "rows"] = Field(
+        "auto",
+        description="How shared prefixes are computed: flex (GPU) or chunked, both always as a prefix tree; "
+        "rows: not shared, but inside longer sequences. auto: what is cheapest for the step.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")

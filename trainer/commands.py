@@ -93,6 +93,9 @@ def train(
     gradient_checkpointing: Annotated[
         str | None, typer.Option(help="auto, on or off: less memory, a third more time.")
     ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="auto, flex, chunked or rows: how shared prefixes are computed.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of adapter initialisation.")] = None,

@@ -54,12 +54,10 @@ class StepLoop:
         self._database, self._settings, self._place, self._plans = database, settings, place, plans
         self._trainer, self._report = trainer, report
         self._handover = Handover(database, settings, place.run_id, place.folder / "versions")
-        self._shape = models.shape_of(trainer.model)
-        if not self._shape.shares_prefixes:
-            report.message(
-                "this model can't share prefixes (sliding or linear attention): computing rows of whole "
-                "sequences"
-            )
+        self._shape = trainer.shape
+        self._max_tokens = models.token_budget(settings, trainer.model.device.type)
+        if self._shape.note is not None:
+            report.message(self._shape.note)
         self._critic: KeptValuer | None = None
         if plans.planner.reads_values:
             self._critic = models.load_critic(settings, start, trainer.model, self._shape)
@@ -88,8 +86,8 @@ class StepLoop:
         if not plan.trains:
             self._finish_empty(plan, self._teach(planned, line))
             return
-        probe = Probe.before_step(self._trainer, trained, self._settings.micro_batch_tokens)
-        batches = cheapest_batches(trained, self._settings.micro_batch_tokens, self._shape)
+        probe = Probe.before_step(self._trainer, trained, self._max_tokens)
+        batches = cheapest_batches(trained, self._max_tokens, self._shape)
         self._trainer.on_micro_batch = partial(self._report.doing, f"step {line.step}")
         started = time.monotonic()
         mode = correction_of(self._settings, plan.manifest, planned.groups)

@@ -71,8 +71,8 @@ class _Learner:
 
         from lightning_rl.settings import TrainSettings
         from lightning_rl.trainer.planning.planner import plan_settings
-        from lightning_rl.trainer.steps.models import shape_of
         from lightning_rl.trainer.steps.objective import Objective
+        from lightning_rl.trainer.steps.shape import shape_of
         from lightning_rl.trainer.steps.trl_bridge import BridgeSettings, RecordedTrainer
 
         self._run = run

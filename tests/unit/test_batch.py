@@ -116,6 +116,15 @@ def test_sequences_longer_than_the_budget_are_whole_and_still_share():
     assert sorted(len(batch.choices) for batch in batches) == [1, 4]
 
 
+def test_a_budget_bounds_loss_terms_too():
+    """64 siblings that all sampled the same: hardly a token each, and a loss term for every one."""
+    made = [transition(str(i), [1, 2], [3] * 50) for i in range(64)]
+    for pack in (tree_batches, merged_batches):
+        batches = pack(made, 200)
+        assert [len(batch.terms) for batch in batches] == [200] * 16, pack.__name__
+        assert all(batch.input_ids.size == 51 for batch in batches)
+
+
 def test_rows_have_padding_and_the_same_terms():
     made = [transition("a", [1, 2], [3, 4]), transition("b", [1, 2, 5], [6])]
     (batch,) = rows_batches(made, UNBOUNDED)
@@ -154,6 +163,7 @@ def test_every_sequence_can_be_read_back_from_the_tree(made, max_tokens):
     for batch in tree_batches(made, max_tokens):
         longest = max(len(t.prompt_ids) + len(t.completion_ids) - 1 for t in made)
         assert len(batch.input_ids) <= max(max_tokens, longest + max_tokens // 2)
+        assert len(batch.terms) <= max(max_tokens, longest + max_tokens // 2)
         terms = batch.terms
         for i in range(len(terms)):
             source = by_name[batch.choices[terms.row[i]][0]]
@@ -183,6 +193,7 @@ def test_every_sequence_can_be_read_back_from_merged_rows(made, max_tokens):
     for batch in merged_batches(made, max_tokens):
         width = batch.input_ids.shape[1]
         assert len(batch.input_ids) == 1 or batch.input_ids.size <= max_tokens
+        assert len(batch.terms) <= max(max_tokens, width)
         rows += len(batch.input_ids)
         for i, position in enumerate(batch.terms.position):
             source = by_name[batch.choices[batch.terms.row[i]][0]]
@@ -193,7 +204,9 @@ def test_every_sequence_can_be_read_back_from_merged_rows(made, max_tokens):
             assert batch.attention_mask[row, : column + 1].all()
     sequences = {tuple([*t.prompt_ids, *t.completion_ids][:-1]) for t in made}
     begins = {s for s in sequences if any(other[: len(s)] == s for other in sequences if other != s)}
-    assert rows == len(sequences - begins)
+    if max_tokens >= sum(len(t.completion_ids) for t in made):
+        assert rows == len(sequences - begins)
+    assert rows >= len(sequences - begins)
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from lightning_rl.records import Transition
 from lightning_rl.trainer.batches.packing import ModelShape, cheapest_batches, cost
 from lightning_rl.trainer.batches.rows import RowsBatch, merged_batches
 from lightning_rl.trainer.batches.tree import TreeBatch, tree_batches
-from lightning_rl.trainer.steps.models import shape_of
+from lightning_rl.trainer.steps.shape import shape_of
 
 LARGE = ModelShape(per_token=1e8, per_pair=1e5, shares_prefixes=True)
 
@@ -57,7 +57,9 @@ def test_costs_by_hand() -> None:
     shape = ModelShape(per_token=10.0, per_pair=1.0, shares_prefixes=True)
     made = [transition("a", [1, 2], [3]), transition("b", [1, 4], [3])]
     (rows,) = merged_batches(made, 100)
-    assert cost(rows, shape) == 2 * 2 * (10 + 2)
+    assert cost(rows, shape) == 2 * 2 * (10 + 1)  # no padding: half of the square
+    (uneven,) = merged_batches([*made, transition("c", [5], [3])], 100)
+    assert cost(uneven, shape) == 3 * 2 * (10 + 2)
     (tree,) = tree_batches(made, 100)
     # 3 tokens; one stretch of 64 queries, each against 64 keys, gathering counted as 32 queries more
     assert cost(tree, shape) == 3 * 10 + (0 + 64) * (64 + 32)

@@ -54,14 +54,19 @@ def rows_batches(transitions: Sequence[Transition], max_tokens: int) -> list[Row
 
 
 def merged_batches(transitions: Sequence[Transition], max_tokens: int) -> list[RowsBatch]:
-    """One row per sequence that is not the beginning of another one; packed likewise."""
+    """One row per sequence that is not the beginning of another one; packed likewise. Where many choices have
+    sampled one and the same sequence, it is computed again for each budget of loss terms."""
     contexts, shared = in_tree_order(transitions)
     rows: list[_Row] = []
     members: list[Transition] = []
     for i, (ids, transition) in enumerate(contexts):
         members.append(transition)
         # In this order a sequence that begins another one also begins the next.
-        if i + 1 == len(contexts) or shared[i + 1] < len(ids):
+        if (
+            i + 1 == len(contexts)
+            or shared[i + 1] < len(ids)
+            or _num_terms(members) + len(contexts[i + 1][1].completion_ids) > max(max_tokens, len(ids))
+        ):
             rows.append(_Row(ids, tuple(members)))
             members = []
     rows.sort(key=lambda row: (len(row.ids), row.members[0].call_id))
@@ -71,11 +76,22 @@ def merged_batches(transitions: Sequence[Transition], max_tokens: int) -> list[R
 def _packed(rows: Sequence[_Row], max_tokens: int) -> list[RowsBatch]:
     """`rows` by length: the last of a micro-batch is its longest."""
     parts: list[list[_Row]] = []
+    terms = 0
     for row in rows:
-        if not parts or (len(parts[-1]) + 1) * len(row.ids) > max_tokens:
+        if (
+            not parts
+            or (len(parts[-1]) + 1) * len(row.ids) > max_tokens
+            or terms + _num_terms(row.members) > max_tokens
+        ):
             parts.append([])
+            terms = 0
         parts[-1].append(row)
+        terms += _num_terms(row.members)
     return [_batch(part) for part in parts]
+
+
+def _num_terms(members: Sequence[Transition]) -> int:
+    return sum(len(transition.completion_ids) for transition in members)
 
 
 def _batch(rows: Sequence[_Row]) -> RowsBatch:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from ..credit.base import ChoiceKey
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+TreeAttention = Literal["chunked", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class TreeBatch:
     terms: LossTerms
     choices: tuple[ChoiceKey, ...]  # by row
     call_tokens: int  # prompt + completion tokens of the choices, before sharing
+    attention: TreeAttention = "chunked"  # what is to compute it: packing.py
 
     def attention_mask(self) -> npt.NDArray[np.bool_]:
         """(N, N): may query q (first axis) see key k?"""
@@ -141,8 +144,8 @@ def _chunks_cost(depth: Ints, size: int) -> int:
 
 
 def tree_batches(transitions: Sequence[Transition], max_tokens: int) -> list[TreeBatch]:
-    """Pack all transitions of a step into trees of at most `max_tokens` unique tokens, or half as many more
-    than the longest sequence has, whichever is larger.
+    """Pack all transitions of a step into trees of at most `max_tokens` unique tokens and loss terms, or half
+    as many more than the longest sequence has, whichever is larger.
 
     A sequence is never cut, so the longest one fits in any case; without room beside it, sequences of about
     that length would share nothing.
@@ -200,14 +203,14 @@ def _parts(transitions: Sequence[Transition], max_tokens: int) -> Iterator[list[
     contexts, shared = in_tree_order(transitions)
     start = 0
     while start < len(contexts):
-        end, tokens = start, 0
+        end, tokens, terms = start, 0, 0
         while end < len(contexts):
-            # a context that adds no token still adds a row to the head
-            added = max(1, len(contexts[end][0]) - (shared[end] if end > start else 0))
-            if end > start and tokens + added > max_tokens:
+            context, transition = contexts[end]
+            tokens += len(context) - (shared[end] if end > start else 0)
+            terms += len(transition.completion_ids)
+            if end > start and max(tokens, terms) > max_tokens:
                 end = _best_cut(shared, start, end)
                 break
-            tokens += added
             end += 1
         yield [
             _Placed(transition, context, shared[i] if i > start else 0)

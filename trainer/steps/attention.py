@@ -1,14 +1,15 @@
 """Attention over a prefix tree, as an attention implementation of transformers.
 
 Registered under the name `NAME`; a model loaded with it behaves as with `sdpa` unless its forward is given
-`tree_attention=TreeAttention(...)`. Rotary position ids (the depth in the tree) are applied by the model
-before it comes here. Knows nothing of losses.
+`tree_attention=`, as `model_inputs` does: chunked (here, for CPUs and short trees), or FlexAttention
+(flex.py). Rotary position ids (the depth in the tree) are applied by the model before it comes here. Knows
+nothing of losses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -16,24 +17,84 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ..batches.tree import AttentionChunks
+from ..batches.blocks import padded
+from ..batches.packing import MicroBatch
+from ..batches.tree import AttentionChunks, TreeBatch
+from .flex import FlexTree
 
 NAME = "lightning_tree"
 
 
+class TreeAttention(Protocol):
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """query (1, heads, N, D), key and value (1, key heads, N, D) -> (1, N, heads, D)."""
+        ...
+
+
+def model_inputs(batch: MicroBatch, device: Any) -> dict[str, Any]:
+    """What a model's forward is called with to get the batch's hidden states, in the order of its tokens."""
+
+    def on_device(values: Any) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    if not isinstance(batch, TreeBatch):
+        return {
+            "input_ids": on_device(batch.input_ids),
+            "attention_mask": on_device(batch.attention_mask),
+        }
+    ids, depth = batch.input_ids, batch.depth
+    found: TreeAttention
+    if batch.attention == "flex":
+        ids, depth = padded(ids), padded(depth)  # no loss term is at a padding token
+        found = FlexTree.of(batch.exit, device)
+    else:
+        found = ChunkedTree.of(batch.attention_chunks(), device)
+    return {
+        "input_ids": on_device(ids)[None],
+        "position_ids": on_device(depth)[None],
+        # Four dimensions: transformers takes it for a mask that is ready, and makes none of N x N.
+        "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
+        "tree_attention": found,
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class TreeAttention:
-    """`batch.AttentionChunks` on the device. C stretches of c queries, K keys each."""
+class ChunkedTree:
+    """`batches.AttentionChunks` on the device. C stretches of c queries, K keys each."""
 
     key_index: torch.Tensor  # (C * K,) long
     mask: torch.Tensor  # (C, 1, c, K) bool
 
     @classmethod
-    def of(cls, chunks: AttentionChunks, device: torch.device) -> TreeAttention:
+    def of(cls, chunks: AttentionChunks, device: torch.device) -> ChunkedTree:
         return cls(
             torch.from_numpy(chunks.key_index).reshape(-1).to(device),
             torch.from_numpy(chunks.mask)[:, None].to(device),
         )
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        num_heads, num_tokens, width = query.shape[1:]
+        key_heads = key.shape[1]
+        sharing = num_heads // key_heads  # queries that read the same key head are stacked: no key is copied
+        num_chunks, _, size, num_keys = self.mask.shape
+        filled = functional.pad(query[0], (0, 0, 0, num_chunks * size - num_tokens))
+        queries = filled.view(key_heads, sharing, num_chunks, size, width).permute(2, 0, 1, 3, 4)
+        queries = queries.reshape(num_chunks, key_heads, sharing * size, width)
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            found = x[0].index_select(1, self.key_index)
+            return found.view(key_heads, num_chunks, num_keys, x.shape[-1]).transpose(0, 1)
+
+        mask = self.mask.repeat(1, 1, sharing, 1)
+        found = functional.scaled_dot_product_attention(
+            queries, gather(key), gather(value), attn_mask=mask, scale=scaling
+        )
+        found = found.view(num_chunks, key_heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
+        return found.reshape(1, num_chunks * size, num_heads, -1)[:, :num_tokens]
 
 
 def register() -> None:
@@ -51,27 +112,9 @@ def _attention(  # noqa: PLR0917  (transformers calls it so)
     tree_attention: TreeAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, heads, N, D), key and value (1, key heads, N, D) -> (1, N, heads, D)."""
     if tree_attention is None:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
         return result
-    num_heads, num_tokens, width = query.shape[1:]
-    key_heads = key.shape[1]
-    sharing = num_heads // key_heads  # queries that read the same key head are stacked: keys are never copied
-    num_chunks, _, size, num_keys = tree_attention.mask.shape
-    padded = functional.pad(query[0], (0, 0, 0, num_chunks * size - num_tokens))
-    queries = padded.view(key_heads, sharing, num_chunks, size, width).permute(2, 0, 1, 3, 4)
-    queries = queries.reshape(num_chunks, key_heads, sharing * size, width)
-
-    def gather(x: torch.Tensor) -> torch.Tensor:
-        found = x[0].index_select(1, tree_attention.key_index)
-        return found.view(key_heads, num_chunks, num_keys, x.shape[-1]).transpose(0, 1)
-
-    mask = tree_attention.mask.repeat(1, 1, sharing, 1)
-    found = functional.scaled_dot_product_attention(
-        queries, gather(key), gather(value), attn_mask=mask, scale=kwargs.get("scaling")
-    )
-    found = found.view(num_chunks, key_heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
-    return found.reshape(1, num_chunks * size, num_heads, -1)[:, :num_tokens], None
+    return tree_attention.attend(query, key, value, kwargs.get("scaling")), None

@@ -27,8 +27,7 @@ from torch.nn import functional
 from ...errors import UserError
 from ...records import TokenIds, Transition, logprobs, token_ids
 from ..batches.packing import MicroBatch, ModelShape, cheapest_batches
-from ..batches.tree import TreeBatch
-from .attention import TreeAttention
+from .attention import model_inputs
 from .scoring import on_device
 
 ADAPTER = "critic"
@@ -198,18 +197,7 @@ class Critic:
 
     def _raw(self, backbone: Any, batch: MicroBatch) -> torch.Tensor:
         """(B,) head's output at the last prompt token of each member of the batch."""
-        if isinstance(batch, TreeBatch):
-            inputs: dict[str, Any] = {
-                "input_ids": on_device(batch.input_ids, self._device)[None],
-                "position_ids": on_device(batch.depth, self._device)[None],
-                "tree_attention": TreeAttention.of(batch.attention_chunks(), self._device),
-            }
-        else:
-            inputs = {
-                "input_ids": on_device(batch.input_ids, self._device),
-                "attention_mask": on_device(batch.attention_mask, self._device),
-            }
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state
+        hidden = backbone(**model_inputs(batch, self._device), use_cache=False).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1])[on_device(batch.terms.position, self._device)]
         value: torch.Tensor = self._head(rows.float())[:, 0]
         return value

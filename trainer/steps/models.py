@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .critic import Critic
 
 
+CPU_TOKENS = 2048  # a micro-batch that a cache still helps; memory is what stock TRL needs for a row or two
+GPU_TOKENS = 8192  # enough to keep a GPU busy on models from 0.5B on
+
+
 @dataclass(frozen=True, slots=True)
 class StartWeights:
     """What a run starts from: the base model (`adapter` None) or a version of the policy."""
@@ -124,24 +128,16 @@ def shares_prefixes(config: Any) -> bool:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return (
         kinds == {"full_attention"}
+        and not getattr(text, "attn_logit_softcapping", None)
         and not getattr(text, "use_sliding_window", False)
         and not (getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None))
     )
 
 
-def shape_of(model: Any) -> ModelShape:
-    """What computing with this model costs, for the choice between a prefix tree and rows."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = base.config.get_text_config()
-    heads = int(text.num_attention_heads)
-    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    body = base.base_model
-    embeddings = sum(parameter.numel() for parameter in body.get_input_embeddings().parameters())
-    return ModelShape(
-        per_token=float(sum(parameter.numel() for parameter in body.parameters()) - embeddings),
-        per_pair=2.0 * heads * head_dim * int(text.num_hidden_layers),
-        shares_prefixes=shares_prefixes(base.config),
-    )
+def token_budget(settings: TrainSettings, device_type: str) -> int:
+    """Tokens of a micro-batch. Not measured off free memory: every rank, and every run that goes on from
+    another one, must lay out the same micro-batches."""
+    return settings.micro_batch_tokens or (GPU_TOKENS if device_type == "cuda" else CPU_TOKENS)
 
 
 def use_device(settings: TrainSettings) -> bool:
@@ -234,7 +230,7 @@ def load_critic(settings: TrainSettings, start: StartWeights, policy: Any, shape
         epochs=settings.critic_epochs,
         clip=settings.critic_clip,
         max_grad_norm=settings.max_grad_norm,
-        micro_batch_tokens=settings.micro_batch_tokens,
+        micro_batch_tokens=token_budget(settings, policy.device.type),
         loss=settings.critic_loss,
     )
     critic = Critic(body, chosen, shape, policy.device)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ...errors import UserError
 from ...records import Group, Logprobs, StepManifest, TokenIds
 from ...settings import TrainSettings
-from ..batches.packing import MicroBatch
+from ..batches.packing import MicroBatch, ModelShape
 from ..report import StepLine
 from . import models
 from .metrics import StepMetrics
@@ -24,6 +24,7 @@ class StepTrainer(Protocol):
     """What the loop needs of trl_bridge.RecordedTrainer."""
 
     model: Any
+    shape: ModelShape
     steps: Iterable[Sequence[MicroBatch]]
     metrics: StepMetrics
     on_micro_batch: Callable[[int, int], None]
@@ -80,6 +81,7 @@ def build_trainer(
         seed=settings.seed,
         on_gpu=on_gpu,
         bfloat16=settings.dtype == "bfloat16",
+        attention=settings.attention,
         report_to=tuple(settings.report_to),
         gradient_checkpointing=settings.gradient_checkpointing == "on"
         or (settings.gradient_checkpointing == "auto" and on_gpu),

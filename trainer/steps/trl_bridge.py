@@ -42,14 +42,14 @@ finally:
     trl_imports.is_vllm_available = _has_vllm
 
 from ...records import Logprobs, TokenIds, Transition, logprobs
-from ..batches.packing import MicroBatch
-from ..batches.tree import TreeBatch, tree_batches
-from .attention import TreeAttention
+from ..batches.packing import MicroBatch, cheapest_batches
+from .attention import model_inputs
 from .measure import measure
 from .metrics import StepMetrics
 from .objective import MAX_LOG_RATIO, Correction, Objective, correction_weights
 from .schedule import Schedule
 from .scoring import add_scoring_head, on_device
+from .shape import Asked, shape_of
 
 _VOCABULARY_CHUNK = 32768
 _UNBOUNDED_STEPS = 2**31 - 1
@@ -66,6 +66,7 @@ class BridgeSettings:
     bfloat16: bool
     report_to: tuple[str, ...] = ()  # trackers of experiments; none: nothing is logged anywhere
     gradient_checkpointing: bool = False
+    attention: Asked = "auto"
     schedule: Schedule = field(default_factory=Schedule)
 
 
@@ -86,6 +87,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             processing_class=tokenizer,
         )
         self.remove_callback(PrinterCallback)
+        self.shape = shape_of(self.model, settings.attention)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
                 callback.logging_dir = str(settings.output / "tensorboard")
@@ -228,7 +230,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             for i, ids in enumerate(sequences)
         ]
         found: dict[str, Logprobs] = {}
-        for batch in tree_batches(asked, max_tokens):
+        for batch in cheapest_batches(asked, max_tokens, self.shape):
             with torch.no_grad():
                 logps, _ = self._score(self.model, batch)
             values = logps.float().cpu().numpy()
@@ -240,19 +242,8 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         """(M,) logprob of each loss term's target at its temperature, and the entropy at its position."""
         device = self.args.device
         head = batch.terms.head_rows()
-        if isinstance(batch, TreeBatch):
-            inputs: dict[str, Any] = {
-                "input_ids": on_device(batch.input_ids, device)[None],
-                "position_ids": on_device(batch.depth, device)[None],
-                "tree_attention": TreeAttention.of(batch.attention_chunks(), device),
-            }
-        else:
-            inputs = {
-                "input_ids": on_device(batch.input_ids, device),
-                "attention_mask": on_device(batch.attention_mask, device),
-            }
         with self.accelerator.autocast():
-            logps, entropies = model(**inputs, scored=head)
+            logps, entropies = model(**model_inputs(batch, device), scored=head)
         row_of_term = on_device(head.row_of_term, device)
         return logps[row_of_term], entropies[row_of_term]
 

@@ -2,7 +2,8 @@
 retired.
 
 Driven by rows: the trainer and people only write them. Owns the order of a turn: engines first (rotation.py),
-then candidates (candidates.py), then what was live (drained.py).
+then rows that somebody has flipped by hand (flipped.py), then candidates (candidates.py), then what was live
+(drained.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ...store.policies import versions_with_status
 from .arrival import Seen, rows_by_kind
 from .candidates import Candidates
 from .drained import Drained
+from .flipped import Flipped
 from .place import Handle, Place
 from .rotation import Rotation
 from .version_log import Notices, VersionLog
@@ -45,6 +47,7 @@ class Publisher:
         self.rotation = Rotation(place, self._log, self._notices, policy=settings.policy, seen=seen)
         self._candidates = Candidates(place, self._log, self._notices, policy=settings.policy)
         self._drained = Drained(place, self._log)
+        self._flipped = Flipped(place, self._log)
 
     async def take_over(self, *, was_open: bool) -> None:
         """This proxy publishes from now on. What another has left half done is set up anew, by the log."""
@@ -74,6 +77,7 @@ class Publisher:
                 await self.rotation.look()
             finally:
                 await self._place.fleet.release()  # closed at start or by a set-up; a swap releases its own
+            await self._flipped.take_back()
             for version in await self._log.read(lambda conn: versions_with_status(conn, *_WAITING)):
                 await self._candidates.publish(version)
             await self._drained.unload()

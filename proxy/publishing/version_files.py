@@ -28,7 +28,7 @@ def check_files(path: Path, kind: WeightsKind, checksum: str | None, base: Path 
     """Raise FilesError with the first thing that is wrong with a version's folder.
 
     `base` is the folder of the base model if it can be read: full weights must have its tensors, name by
-    name.
+    name, and an adapter's matrices must fit onto those that they change.
     """
     config = "adapter_config.json" if kind is WeightsKind.LORA else "config.json"
     if not path.is_dir():
@@ -41,6 +41,8 @@ def check_files(path: Path, kind: WeightsKind, checksum: str | None, base: Path 
     if kind is WeightsKind.LORA:
         if not any("lora_A" in name for name in shapes):
             raise FilesError(f"{path} holds no LoRA tensors")
+        if base is not None and base.is_dir():
+            _compare_adapter(path, shapes, read_shapes(base))
     elif base is not None and base.is_dir():
         _compare(path, shapes, read_shapes(base))
 
@@ -83,6 +85,25 @@ def _header(file: Path) -> Shapes:
     if size != wanted:
         raise FilesError(f"{file} is cut or damaged: {size} bytes, {wanted} expected")
     return shapes
+
+
+def _compare_adapter(path: Path, found: Shapes, base: Shapes) -> None:
+    """Where the base has a matrix of that name; vLLM may copy a smaller adapter into a corner of its own."""
+    for name, shape in found.items():
+        module, is_a, _ = name.partition(".lora_A.")
+        if not is_a:
+            module, is_b, _ = name.partition(".lora_B.")
+            if not is_b:
+                continue
+        changed = base.get(f"{module.removeprefix('base_model.model.')}.weight")
+        if changed is None or len(changed) != 2 or 1 in changed or len(shape) != 2:
+            continue  # not a plain matrix there, such as one that is packed
+        fits = shape[1] == changed[1] if is_a else shape[0] == changed[0]
+        if not fits:
+            raise FilesError(
+                f"{path} is an adapter of another base model: {name} is {shape}, and the matrix that it "
+                f"changes is {changed}"
+            )
 
 
 def _compare(path: Path, found: Shapes, wanted: Shapes) -> None:

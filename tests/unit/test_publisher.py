@@ -463,3 +463,49 @@ def test_calls_wait_until_the_first_look_at_the_engine_has_ended(world: World) -
         await running
 
     run(scenario)
+
+
+# --- rows that somebody flips by hand ---
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_version_marked_as_live_too_early_is_proven_first(world: World, is_wrong: bool) -> None:
+    async def scenario() -> None:
+        world.candidate(1, 1.0, 0.0, LORA)
+        await world.steps()
+        world.candidate(2, 2.0, 1.0, LORA, status=VersionStatus.REJECTED)
+        if is_wrong:
+            world.engine.sabotage = "other weights"
+        with world.database.write() as conn:
+            set_version_status(conn, "policy", 2, VersionStatus.LIVE, source="somebody")
+        assert world.status(1) is VersionStatus.DRAINING
+        assert served(world).version == 1
+        await world.steps()
+        if is_wrong:
+            assert served(world).version == 1
+            assert world.status(1) is VersionStatus.LIVE
+            assert world.status(2) is VersionStatus.REJECTED
+            assert "policy@2" not in world.engine.adapters
+        else:
+            assert served(world).version == 2
+            assert world.status(2) is VersionStatus.LIVE
+            assert world.status(1) is not VersionStatus.LIVE
+
+    run(scenario)
+
+
+def test_of_two_rows_that_say_live_the_one_that_serves_is(world: World) -> None:
+    async def scenario() -> None:
+        world.candidate(1, 1.0, 0.0, LORA)
+        await world.steps()
+        world.candidate(2, 2.0, 1.0, LORA)
+        await world.steps(2)
+        assert served(world).version == 2
+        with world.database.write() as conn:
+            conn.exec_driver_sql("UPDATE policy_versions SET status = 'live' WHERE version = 1")
+        await world.steps(2)
+        assert served(world).version == 2
+        assert world.status(2) is VersionStatus.LIVE
+        assert world.status(1) is VersionStatus.RETIRED
+
+    run(scenario)

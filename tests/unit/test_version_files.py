@@ -95,3 +95,20 @@ def test_an_adapter_without_lora_tensors_is_none(tmp_path: Path) -> None:
     (tmp_path / "v" / "adapter_config.json").write_text("{}")
     with pytest.raises(PublishError, match="holds no LoRA tensors"):
         check_files(tmp_path / "v", LORA, None, None)
+
+
+def test_an_adapter_of_a_model_of_another_shape_is_named(tmp_path: Path) -> None:
+    tensors(tmp_path / "base", **{"model.layers.0.q_proj.weight": (6, 4)})
+
+    def adapter(name: str, columns: int, rows: int) -> Path:
+        module = "base_model.model.model.layers.0.q_proj"
+        shapes = {f"{module}.lora_A.weight": (2, columns), f"{module}.lora_B.weight": (rows, 2)}
+        tensors(tmp_path / name, **shapes)
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        return tmp_path / name
+
+    check_files(adapter("fits", 4, 6), LORA, None, tmp_path / "base")
+    for folder in (adapter("wide", 5, 6), adapter("tall", 4, 7), adapter("small", 3, 5)):
+        with pytest.raises(PublishError, match="adapter of another base model"):
+            check_files(folder, LORA, None, tmp_path / "base")
+        check_files(folder, LORA, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ def loss_by_hand(
         loss = loss - objective.entropy_weight * -(rows.exp() * rows).sum(-1)
         total = total + t.multiplier * loss.sum()
     return total
+
+
+def weight_by_hand(weighting: str, tokens_of: Mapping[str, int], episode: str, constant: int) -> float:
+    """What one token of the episode weighs; `tokens_of`: trained tokens of each trained episode."""
+    if weighting == "episode":
+        return 1 / len(tokens_of) / tokens_of[episode]
+    return 1 / sum(tokens_of.values()) if weighting == "token" else 1 / len(tokens_of) / constant
 
 
 def _policy_loss(

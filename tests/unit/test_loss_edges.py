@@ -33,7 +33,7 @@ from lightning_rl.trainer.steps.objective import Objective
 from lightning_rl.trainer.steps.trl_bridge import RecordedTrainer
 
 NAMES = tuple(OBJECTIVES)
-WEIGHTS = ("full", "lora")
+WEIGHTS = ("full", pytest.param("lora", marks=pytest.mark.slow))
 
 
 def plain(name: str) -> Objective:

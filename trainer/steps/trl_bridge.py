@@ -14,6 +14,7 @@ sum over all ranks and micro-batches of the advantages that the plan has already
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,8 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, model: Any, tokenizer: Any, settings: BridgeSettings, reference: Any = None) -> None:
         """`reference`: a frozen model to stay close to; None with an adapter: the model without it."""
         transformers_logging.set_verbosity_error()
+        # It warns of how its losses weigh rows, which our multipliers decide.
+        logging.getLogger("trl").setLevel(logging.ERROR)
         config = _grpo_config(settings)
         if config.n_gpu > 1:
             config._n_gpu = 1  # else TRL asks for nn.DataParallel, only to refuse it

@@ -395,3 +395,4 @@ class PolicyVersion:
     step: int | None
     created_at_ms: int
     verdict: Mapping[str, Any] | None = None  # what the probe found, or why it was rejected
+    live_at_ms: int | None = None  # when it last went live; None: it never was

@@ -5,20 +5,28 @@ The trainer and people add and mark rows; the publisher in the proxy is the one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import UserError
+from ..errors import PublishError, UserError
 from ..records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, logprobs, now_ms, token_ids
 from .bodies import pack_json, unpack_json
 from .events import add_event
-from .schema import policy_versions
+from .policy_requests import decide
+from .schema import policy_versions, step_manifests
 from .statements import insert_missing, storable_json
+
+WAITING = (VersionStatus.CANDIDATE, VersionStatus.LOADING, VersionStatus.PROBING)
+"""On its way: the publisher has it in hand, or takes it up next."""
 
 _table = policy_versions
 _key = (_table.c.policy, _table.c.version)
+
+
+class WithdrawnError(PublishError):
+    """A person asked for another version while this one was on its way."""
 
 
 def add_candidate(conn: sa.Connection, version: PolicyVersion) -> None:
@@ -81,17 +89,52 @@ def set_version_status(
     *,
     verdict: Mapping[str, Any] | None = None,
     source: str,
+    note: str | None = None,
+    expects: Collection[VersionStatus] | None = None,
 ) -> None:
-    """Move it on, with an event. The version that was live until now drains from then on."""
-    rows = sa.select(*_key, _table.c.status).where(_table.c.policy == policy).order_by(_table.c.version)
-    found = {row.version: row.status for row in conn.execute(rows.with_for_update())}
+    """Move it on, with an event. The version that was live until now drains from then on, and a request for
+    this one is decided. `expects`: WithdrawnError unless its status is one of these."""
+    found = lock_policy(conn, policy)
     if version not in found:
         raise UserError(f"policy {policy!r} has no version {version}")
+    if expects is not None and found[version] not in expects:
+        raise WithdrawnError(f"version {version} of policy {policy!r} is {found[version]} by now")
     if status is VersionStatus.LIVE:
         for other, had in found.items():
-            if had == VersionStatus.LIVE.value and other != version:
+            if had is VersionStatus.LIVE and other != version:
                 _set(conn, policy, other, VersionStatus.DRAINING, verdict=None, source=source)
-    _set(conn, policy, version, status, verdict=verdict, source=source)
+    _set(conn, policy, version, status, verdict=verdict, source=source, note=note)
+    if status is VersionStatus.LIVE:
+        decide(conn, policy, version, "live", verdict)
+    elif status is VersionStatus.REJECTED:
+        decide(conn, policy, version, "rejected", verdict)
+
+
+def set_base_live(
+    conn: sa.Connection, policy: str, *, verdict: Mapping[str, Any] | None, source: str
+) -> None:
+    """The base model serves the policy from now on: no version is live, and the one that was drains."""
+    for version, status in lock_policy(conn, policy).items():
+        if status is VersionStatus.LIVE:
+            _set(conn, policy, version, VersionStatus.DRAINING, verdict=None, source=source)
+    add_event(conn, "policy_version", f"{policy}/0", VersionStatus.LIVE.value, verdict, source)
+    decide(conn, policy, 0, "live", verdict)
+
+
+def lock_policy(conn: sa.Connection, policy: str) -> dict[int, VersionStatus]:
+    """Every version's status, which nobody else changes until this transaction ends."""
+    rows = sa.select(*_key, _table.c.status).where(_table.c.policy == policy).order_by(_table.c.version)
+    return {row.version: VersionStatus(row.status) for row in conn.execute(rows.with_for_update())}
+
+
+def parent_of(conn: sa.Connection, version: PolicyVersion) -> int | None:
+    """The version whose weights its step changed; None: no step of this log made it."""
+    if version.run_id is None or version.step is None:
+        return None
+    query = sa.select(step_manifests.c.from_version).where(
+        step_manifests.c.run_id == version.run_id, step_manifests.c.step == version.step
+    )
+    return conn.execute(query).scalar()
 
 
 def _set(
@@ -102,6 +145,7 @@ def _set(
     *,
     verdict: Mapping[str, Any] | None,
     source: str,
+    note: str | None = None,
 ) -> None:
     values: dict[str, Any] = {"status": status.value}
     if verdict is not None:
@@ -111,7 +155,7 @@ def _set(
     if status in (VersionStatus.RETIRED, VersionStatus.REJECTED):
         values["retired_at_ms"] = now_ms()
     conn.execute(_table.update().where(_table.c.policy == policy, _table.c.version == version).values(values))
-    add_event(conn, "policy_version", f"{policy}/{version}", status.value, verdict, source)
+    add_event(conn, "policy_version", f"{policy}/{version}", status.value, verdict, source, note)
 
 
 def _first(conn: sa.Connection, *where: sa.ColumnElement[bool]) -> PolicyVersion | None:
@@ -138,6 +182,7 @@ def _version(row: sa.Row[Any]) -> PolicyVersion:
         step=row.step,
         created_at_ms=row.created_at_ms,
         verdict=row.verdict,
+        live_at_ms=row.live_at_ms,
     )
 
 

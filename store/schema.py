@@ -240,6 +240,24 @@ policy_versions = sa.Table(
     sa.Index(None, "status"),
 )
 
+policy_requests = sa.Table(  # what people ask of the publisher (store/policy_requests.py)
+    "policy_requests",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("policy", sa.Text, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),  # 0: the base model
+    sa.Column("verb", sa.Text, nullable=False),  # "promote" | "rollback"
+    sa.Column("from_version", sa.Integer, nullable=False),  # live when it was asked
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("note", sa.Text),
+    sa.Column("outcome", sa.Text),  # None: waiting; else "live" | "rejected" | "superseded"
+    sa.Column("verdict", Json),  # the publisher's numbers, or the reason
+    sa.Column("created_at_ms", sa.BigInteger, nullable=False),
+    sa.Column("decided_at_ms", sa.BigInteger),
+    sa.Index(None, "policy", "id"),
+    _partial("ix_policy_requests_waiting", "policy", where="outcome IS NULL"),
+)
+
 runs = sa.Table(
     "runs",
     metadata,

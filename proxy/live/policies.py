@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,15 @@ class LivePolicies:
         aliases: Mapping[str, str],
         gate: Gate,
         *,
+        agent_policies: Mapping[str, str] | None = None,
         pin_max_age_sec: float = 3600,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gate = gate
         self._policy = policy
         self._aliases = dict(aliases)
+        self._agent_policies = dict(agent_policies or {})
+        self._declared = {policy, *self._agent_policies.values()}
         self._clock = clock
         self._pin_max_age_sec = pin_max_age_sec
         self._base_model: str | None = None
@@ -144,9 +147,8 @@ class LivePolicies:
         name = self._policy if requested_model is None else self._target(requested_model)
         if name == self._base_model:
             # Whoever asks for the engine's base name gets the policy exactly where the policy lives there.
-            name = next(
-                (p for p, loaded in self._loaded.items() if loaded.names.get(loaded.version) == name), name
-            )
+            own = self._loaded.get(self._policy)
+            name = self._policy if own is not None and own.names.get(own.version) == name else name
         served = self._serve(name, episode_id) if self._is_policy(name) else self._explicit(name)
         return Served(
             served.policy, served.version, None if served.model == requested_model else served.model
@@ -203,10 +205,16 @@ class LivePolicies:
         return self._base_model
 
     def set_base_model(self, name: str) -> None:
-        """The engine is there and holds its base weights: version 0 of the default policy."""
+        """The engine is there and holds its base weights: version 0 of every policy that is known."""
         self._base_model = name
         self._changes += 1
-        self._loaded.setdefault(self._policy, _Loaded(BASE_VERSION, WeightsKind.FULL, {BASE_VERSION: name}))
+        for policy in self._declared:
+            kind = WeightsKind.FULL if policy == self._policy else WeightsKind.LORA
+            self._loaded.setdefault(policy, _Loaded(BASE_VERSION, kind, {BASE_VERSION: name}))
+
+    def declare(self, policies: Iterable[str]) -> None:
+        """They are served by the base model, as version 0, while no version of theirs is live."""
+        self._declared.update(policies)
 
     def forget_engine(self) -> None:
         """The engine went away: what it held is gone, and calls to policies are refused until it is back."""
@@ -225,6 +233,12 @@ class LivePolicies:
         names[version] = model
         self._changes += 1
         self._loaded[policy] = _Loaded(version, kind, names)
+        if kind is WeightsKind.FULL:
+            self._base_is_theirs(policy, version)
+
+    @property
+    def policies(self) -> list[str]:
+        return list(self._loaded)
 
     def live_version(self, policy: str) -> int | None:
         loaded = self._loaded.get(policy)
@@ -307,8 +321,16 @@ class LivePolicies:
                 del self._in_flight[key]
         self.gate.leave()
 
+    def _base_is_theirs(self, policy: str, version: int) -> None:
+        """Full weights lie under the base name: what others had there is the base model no more."""
+        for other, loaded in list(self._loaded.items()):
+            if other != policy and version != BASE_VERSION:
+                loaded.names.pop(BASE_VERSION, None)
+                if loaded.version == BASE_VERSION:
+                    del self._loaded[other]
+
     def _is_policy(self, name: str) -> bool:
-        return name == self._policy or name in self._loaded
+        return name in self._declared or name in self._loaded
 
     def _target(self, requested: str) -> str:
         """Names of ours win over aliases, an exact alias over a pattern, the earlier of two patterns."""

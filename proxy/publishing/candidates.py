@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
+
+import sqlalchemy as sa
 
 from ...engine.client import EngineGoneError
 from ...errors import EngineError, PublishError, StoreError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
-from ...store.policies import live_version
+from ...store.policies import WAITING, WithdrawnError, live_version, set_base_live
+from ...store.policy_requests import PolicyRequest, decide, load_request
 from .arrival import check_version_files
 from .place import BusyError, Place, verdict_of
-from .swap import Hooks, add_adapter, replace_weights
-from .version_log import Notices, VersionLog
+from .swap import Hooks, add_adapter, back_to_base, replace_weights
+from .version_log import SOURCE, Notices, VersionLog
+from .way_back import base_version, with_probe_from
 
 MAX_TRIES = 2  # at a version during which the engine went away
 
@@ -38,52 +43,125 @@ class Candidates:
     async def publish(self, version: PolicyVersion) -> None:
         what = f"version {version.version} of {version.policy!r}"
         logger.info("%s: loading from %s", what, version.path)
+        key = (version.policy, version.version)
         try:
-            await self._log.set_status(version, VersionStatus.LOADING)
-            await self._place.fleet.prepare(is_changing=True)
-            try:
-                await self._load(version)
-            finally:
-                await self._place.fleet.prepare(is_changing=False)
+            await self._set_status(version, VersionStatus.LOADING)
+            await self._while_others_hurry(partial(self._load, version))
         except EngineGoneError as error:
             # Perhaps a restart at a bad moment: it is taken up again, but not for ever.
-            self._tries[version.policy, version.version] += 1
-            if self._tries[version.policy, version.version] >= MAX_TRIES:
+            self._tries[key] += 1
+            if self._tries[key] >= MAX_TRIES:
                 await self._reject(version, what, f"the engine went away {MAX_TRIES} times: {error}", {})
             raise
         except BusyError as error:
-            await self._log.set_status(version, VersionStatus.CANDIDATE)
+            await self._set_status(version, VersionStatus.CANDIDATE)
             self._notices.say(f"{what} waits: {error}")
         except StoreError:
             raise
+        except WithdrawnError as error:
+            logger.info("%s: withdrawn: %s", what, error)
         except EngineError as error:
             await self._reject(version, what, str(error), verdict_of(error))
         else:
+            self._tries.pop(key, None)
             logger.info("%s: live", what)
+
+    async def serve_base(self, request: PolicyRequest) -> None:
+        """Back to the base model: no version of the policy is live any more."""
+        what = f"the base model for {request.policy!r}"
+        logger.info("%s: asked for by %s", what, request.by)
+        try:
+            await self._while_others_hurry(partial(self._go_back_to_base, request))
+        except BusyError as error:
+            self._notices.say(f"{what} waits: {error}")
+        except (EngineGoneError, StoreError):
+            raise
+        except WithdrawnError as error:
+            logger.info("%s: withdrawn: %s", what, error)
+        except EngineError as error:
+            logger.warning("%s: rejected, the version that is live keeps serving: %s", what, error)
+            verdict = verdict_of(error)
+            await self._log.write(lambda conn: decide(conn, request.policy, 0, "rejected", verdict))
+        else:
+            logger.info("%s: live", what)
+
+    async def _while_others_hurry(self, change: Callable[[], Awaitable[None]]) -> None:
+        await self._place.fleet.prepare(is_changing=True)
+        try:
+            await change()
+        finally:
+            await self._place.fleet.prepare(is_changing=False)
 
     async def _load(self, version: PolicyVersion) -> None:
         if version.path is None:
             raise PublishError("it names no folder")
-        if version.kind is WeightsKind.FULL and version.policy != self._policy:
+        if version.kind is WeightsKind.FULL:
+            self._require_full_fits(version)
+        first = next(h for h in self._place.handles if h.state in self._place.engines.in_rotation)
+        await check_version_files(version, await first.client.base_model())
+        previous = await self._log.read(partial(live_version, policy=version.policy))
+        probed = await self._log.read(lambda conn: with_probe_from(conn, version, previous))
+
+        async def accepted(verdict: Mapping[str, Any]) -> None:
+            await self._set_status(version, VersionStatus.LIVE, verdict)
+
+        hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted)
+        swap = add_adapter if version.kind is WeightsKind.LORA else replace_weights
+        await swap(self._place, probed, previous, hooks)
+
+    async def _go_back_to_base(self, request: PolicyRequest) -> None:
+        previous = await self._log.read(lambda conn: live_version(conn, request.policy))
+
+        async def accepted(verdict: Mapping[str, Any]) -> None:
+            def write(conn: sa.Connection) -> None:
+                now = load_request(conn, request.id)
+                if now is None or now.outcome is not None:
+                    raise WithdrawnError("another version was asked for meanwhile")
+                set_base_live(conn, request.policy, verdict=verdict, source=SOURCE)
+
+            await self._log.write(write)
+
+        if previous is None:
+            await accepted({"reason": "no version was live by then"})
+            return
+        base = await self._log.read(lambda conn: base_version(conn, previous))
+        swap = back_to_base if previous.kind is WeightsKind.LORA else replace_weights
+        await swap(self._place, base, previous, Hooks(_nothing, accepted))
+
+    def _require_full_fits(self, version: PolicyVersion) -> None:
+        """Full weights are under everything that the engine serves."""
+        if version.policy != self._policy:
             raise PublishError(
                 f"full weights would replace {self._policy!r} under the engine's base name; "
                 "train a LoRA for a second policy"
             )
-        first = next(h for h in self._place.handles if h.state in self._place.engines.in_rotation)
-        await check_version_files(version, await first.client.base_model())
-        previous = await self._log.read(lambda conn: live_version(conn, version.policy))
+        live = self._place.live
+        others = sorted({*live.policies} - {self._policy})
+        adapters = sorted(self._place.engines.holding.adapters)
+        if others or adapters:
+            raise PublishError(
+                f"full weights would change the base model under {', '.join(adapters or others)}: one engine "
+                "serves full weights of one policy, or adapters of several"
+            )
 
-        async def accepted(verdict: Mapping[str, Any]) -> None:
-            await self._log.set_status(version, VersionStatus.LIVE, verdict)
-
-        hooks = Hooks(lambda: self._log.set_status(version, VersionStatus.PROBING), accepted)
-        swap = add_adapter if version.kind is WeightsKind.LORA else replace_weights
-        await swap(self._place, version, previous, hooks)
+    async def _set_status(
+        self, version: PolicyVersion, status: VersionStatus, verdict: Mapping[str, Any] | None = None
+    ) -> None:
+        await self._log.set_status(version, status, verdict, expects=WAITING)
 
     async def _reject(
         self, version: PolicyVersion, what: str, reason: str, verdict: Mapping[str, Any]
     ) -> None:
-        logger.warning("%s: rejected, the old version keeps serving: %s", what, reason)
-        await self._log.set_status(
-            version, VersionStatus.REJECTED, {"result": "rejected", **verdict, "reason": reason}
-        )
+        self._tries.pop((version.policy, version.version), None)
+        try:
+            await self._set_status(
+                version, VersionStatus.REJECTED, {"result": "rejected", **verdict, "reason": reason}
+            )
+        except WithdrawnError as error:
+            logger.info("%s: withdrawn: %s", what, error)
+        else:
+            logger.warning("%s: rejected, the old version keeps serving: %s", what, reason)
+
+
+async def _nothing() -> None:
+    """The base model has no row whose status could say so."""

@@ -18,7 +18,7 @@ from ...engine.client import EngineGoneError, EngineModel
 from ...errors import EngineError, PublishError, StoreError
 from ...records import PolicyVersion
 from ..live.engines import Engines, EngineState, Holding
-from ..live.policies import LivePolicies
+from ..live.policies import BASE_VERSION, LivePolicies
 from .prober import Scores
 
 BASE_LABEL = "default"  # vLLM's own, after a start
@@ -142,7 +142,9 @@ def verdict_of(error: EngineError) -> dict[str, Any]:
 
 def label_of(version: PolicyVersion | None) -> str:
     """The note that a reload leaves in the engine: tells a proxy that starts what the engine holds."""
-    return BASE_LABEL if version is None else f"{version.policy}/{version.version} {version.checksum}"
+    if version is None or version.version == BASE_VERSION:
+        return BASE_LABEL
+    return f"{version.policy}/{version.version} {version.checksum}"
 
 
 @dataclass(frozen=True, slots=True)

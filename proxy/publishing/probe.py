@@ -11,7 +11,8 @@ tokens that the step moved most (the tenth with the largest |t|, at least 8):
 Taking the engine's own change cancels what engine and trainer always disagree on (precision, kernels). Where
 the engine did not serve the trainer's `before` to begin with (a rollback, a skipped version), its change
 means nothing, and e = engine after - trainer before is judged instead: either of the two suffices, no other
-weights satisfy one.
+weights satisfy one. A version far from it may look alike on these few tokens, so then the engine must also
+have come nearer: its distance to the trainer's `after` at most half of what it was, where that was any.
 
 The resolution is what the engine can't tell apart: the RMS distance between engine and trainer where they
 hold the same weights, or between two scorings of the same tokens if that is larger. A step that moved its
@@ -32,6 +33,7 @@ MOVED_MIN_TOKENS = 8
 RESOLVED = 3.0  # changes above so many resolutions can be judged
 SLOPE_MARGIN = 0.3
 MAX_RESIDUAL = 0.5
+CAME_NEARER = 0.5
 STOOD_STILL_SLOPE = 0.3
 FLOOR = 1e-4  # 32-bit arithmetic on logprobs; nothing below it is a finding
 NOTABLE_GAP = 1e-3  # below it engine and trainer are as good as equal
@@ -122,10 +124,13 @@ def judge_weights(
     best = min(fits, key=lambda fit: fit.residual)
     # Weights that follow on the tokens that moved and are elsewhere on the rest are other weights.
     if best.is_close and gap <= max(RESOLVED * resolution, MAX_RESIDUAL * _rms(change), FLOOR):
-        reason = f"the engine's change is {best.slope:.2f} of the trainer's"
-        if gap > RESOLVED * max(resolution, NOTABLE_GAP):
+        result, reason = Result.FOLLOWS, f"the engine's change is {best.slope:.2f} of the trainer's"
+        away = 0.0 if engine_before is None else _rms(_minus(engine_before, trainer_after))
+        if not fits[-1].is_close and away > RESOLVED * resolution and gap > CAME_NEARER * away:
+            result, reason = Result.UNCHANGED, f"the engine came no nearer: {gap:.2g} away, {away:.2g} before"
+        elif gap > RESOLVED * max(resolution, NOTABLE_GAP):
             reason += f", but {gap:.2g} away from it, where {resolution:.2g} is usual"
-        return judged(Result.FOLLOWS, reason, best)
+        return judged(result, reason, best)
     still = fits[-1]
     if abs(still.slope) < STOOD_STILL_SLOPE and still.residual < 1 + STOOD_STILL_SLOPE:
         return judged(

@@ -1,9 +1,9 @@
 """The one owner of what is live: takes candidates from the database through load, probe, live, drain,
 retired.
 
-Driven by rows: the trainer and people only write them. Owns the order of a turn: engines first (rotation.py),
-then rows that somebody has flipped by hand (flipped.py), then candidates (candidates.py), then what was live
-(drained.py).
+Driven by rows: the trainer and people (store/promotion.py) only write them. Owns the order of a turn: engines
+first (rotation.py), then rows that somebody has flipped by hand (flipped.py), then candidates
+(candidates.py), then what was live (drained.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from ...errors import LightningError
 from ...records import VersionStatus
 from ...settings import ProxySettings
 from ...store.database import Database
-from ...store.policies import versions_with_status
+from ...store.policies import WAITING, versions_with_status
+from ...store.policy_requests import waiting_requests
+from ..live.policies import BASE_VERSION
 from .arrival import Seen, rows_by_kind
 from .candidates import Candidates
 from .drained import Drained
@@ -22,8 +24,6 @@ from .flipped import Flipped
 from .place import Handle, Place
 from .rotation import Rotation
 from .version_log import Notices, VersionLog
-
-_WAITING = (VersionStatus.CANDIDATE, VersionStatus.LOADING, VersionStatus.PROBING)
 
 logger = logging.getLogger("lightning.publisher")
 
@@ -54,8 +54,10 @@ class Publisher:
         rows = await self._log.read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
         target = rows_by_kind(rows, self._policy)
         live, held = self._place.live, self._place.engines.holding
+        logged = {row.policy: row.version for row in (*target.adapters, *filter(None, [target.full]))}
         is_as_logged = (
-            all(live.live_version(row.policy) == row.version for row in target.adapters)
+            all(live.live_version(name) == version for name, version in logged.items())
+            and all(live.live_version(name) == BASE_VERSION for name in live.policies if name not in logged)
             and all(held.adapters.get(name) == path for name, path in target.holding().adapters.items())
             and held.label == target.holding().label
         )
@@ -78,8 +80,11 @@ class Publisher:
             finally:
                 await self._place.fleet.release()  # closed at start or by a set-up; a swap releases its own
             await self._flipped.take_back()
-            for version in await self._log.read(lambda conn: versions_with_status(conn, *_WAITING)):
+            for version in await self._log.read(lambda conn: versions_with_status(conn, *WAITING)):
                 await self._candidates.publish(version)
+            for request in await self._log.read(waiting_requests):
+                if request.version == BASE_VERSION:
+                    await self._candidates.serve_base(request)
             await self._drained.unload()
         except LightningError as error:
             self._notices.say(str(error))

@@ -15,8 +15,8 @@ from dataclasses import replace
 from ...engine.client import EngineGoneError
 from ...errors import EngineError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
-from ...store.policies import versions_with_status
-from ..live.policies import adapter_name
+from ...store.policies import policy_names, versions_with_status
+from ..live.policies import BASE_VERSION, adapter_name
 from .arrival import Arrived, CantHoldError, Seen, Target, bring, look, rows_by_kind
 from .place import Handle, Place, verdict_of
 from .version_log import Notices, VersionLog
@@ -127,9 +127,14 @@ class Rotation:
         held = [row for row in target.older if any(_name(row) not in one.lacks for one in arrived)]
         target = replace(target, older=tuple(held))
         self._engines.holding = target.holding()
+        self._live.declare(await self._log.read(policy_names))
         self._live.set_base_model(base)
         for row in target.older:
             self._live.set_live(row.policy, row.version, row.kind, _name(row))
+        for policy in {row.policy for row in target.older}:
+            self._live.set_live(
+                policy, BASE_VERSION, WeightsKind.LORA, base
+            )  # until one of its own is, below
         for row in (*((target.full,) if target.full else ()), *target.adapters):
             model = base if row.kind is WeightsKind.FULL else _name(row)
             self._live.set_live(row.policy, row.version, row.kind, model)
@@ -141,13 +146,11 @@ class Rotation:
             lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.DRAINING)
         )
         live = [row for row in rows if row.status is VersionStatus.LIVE]
-        policies = {row.policy for row in live}
         older = tuple(
             row
             for row in rows
             if row.status is VersionStatus.DRAINING
             and row.kind is WeightsKind.LORA
-            and row.policy in policies
             and needs(row.policy, row.version)
         )
         return replace(rows_by_kind(live, self._policy), older=older)

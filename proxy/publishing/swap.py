@@ -97,6 +97,7 @@ async def add_adapter(
     async def probe_or_gone(handle: Handle) -> dict[str, Any]:
         return await _unless_restarted(handle, place.engines.holding.with_adapter(name, path), probe(handle))
 
+    was_loaded = version.version in live.loaded_versions(version.policy)  # episodes are pinned to it
     looked = await place.on_each(look)
     is_held = False
     try:
@@ -107,13 +108,46 @@ async def add_adapter(
         is_held = True
         await hooks.on_accepted(verdict)
     except BaseException:
-        for handle in looked:
-            await quietly(handle.client.unload_lora(name))
+        if not was_loaded:  # else it is unloaded once nothing is answered by it (drained.py)
+            for handle in looked:
+                await quietly(handle.client.unload_lora(name))
         if is_held:
             await place.fleet.release()
         raise
     live.set_live(version.policy, version.version, version.kind, name)
     place.engines.holding = place.engines.holding.with_adapter(name, path)
+    await place.fleet.release()
+
+
+async def back_to_base(place: Place, version: PolicyVersion, previous: PolicyVersion, hooks: Hooks) -> None:
+    """From an adapter to the base model, which every engine serves beside it: prove that on each, flip.
+
+    The adapter stays loaded for the episodes that began with it, as after any flip.
+    """
+
+    async def probe(handle: Handle) -> dict[str, Any]:
+        base = await handle.client.base_model()
+        gap = known_gap(previous)
+        prober = Prober(handle.client, version, max_model_tokens=base.max_model_tokens, known_gap_rms=gap)
+        before = await prober.before(adapter_name(previous.policy, previous.version), primes=False)
+        probed = await prober.after(base.name, before)
+        if not probed.is_accepted:
+            raise RejectedError(probed.reason, probed.numbers())
+        return probed.numbers()
+
+    async def probe_or_gone(handle: Handle) -> dict[str, Any]:
+        return await _unless_restarted(handle, place.engines.holding, probe(handle))
+
+    base_model = place.live.base_model
+    assert base_model is not None, "an engine is in rotation"
+    verdict = _verdict(await place.on_each(probe_or_gone))
+    await place.fleet.hold(drains=False, timeout_sec=place.hold_timeout_sec)
+    try:
+        await hooks.on_accepted(verdict)
+    except BaseException:
+        await place.fleet.release()
+        raise
+    place.live.set_live(version.policy, version.version, version.kind, base_model)
     await place.fleet.release()
 
 
@@ -135,12 +169,11 @@ async def replace_weights(
 ) -> None:
     """Hold new calls, drain, reload every engine, empty the caches, prove each, release.
 
-    On failure the old weights come back. Calls go on whatever happens. An engine whose old weights can't be
-    restored is out of rotation until the publisher has set it up again; if that is every engine, policies
-    are refused.
+    A version without a folder is the base model. On failure the old weights come back. Calls go on whatever
+    happens. An engine whose old weights can't be restored is out of rotation until the publisher has set it
+    up again; if that is every engine, policies are refused.
     """
-    assert version.path is not None, "full weights have a folder"
-    path, live = version.path, place.live
+    live = place.live
 
     async def look(handle: Handle) -> tuple[Prober, Before, str]:
         base = await handle.client.base_model()
@@ -150,7 +183,8 @@ async def replace_weights(
 
     async def load(handle: Handle) -> int:
         started = time.monotonic()
-        await load_weights(handle.client, path, label_of(version))
+        base_root = looked[handle][2]
+        await load_weights(handle.client, version.path or base_root, label_of(version))
         return _ms_since(started)
 
     async def probe(handle: Handle) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -29,16 +29,28 @@ class VersionLog:
         self._fleet = fleet
 
     async def set_status(
-        self, version: PolicyVersion, status: VersionStatus, verdict: Mapping[str, Any] | None = None
+        self,
+        version: PolicyVersion,
+        status: VersionStatus,
+        verdict: Mapping[str, Any] | None = None,
+        *,
+        expects: Collection[VersionStatus] | None = None,
     ) -> None:
-        def write() -> None:
+        """`expects`: WithdrawnError unless its status is one of these: somebody wants another version."""
+
+        def write(conn: sa.Connection) -> None:
+            name, number = version.policy, version.version
+            set_version_status(conn, name, number, status, verdict=verdict, source=SOURCE, expects=expects)
+
+        await self.write(write)
+
+    async def write(self, write: Callable[[sa.Connection], None]) -> None:
+        def inside() -> None:
             with self._database.write() as conn:
                 self._fleet.require_lease_in(conn)
-                set_version_status(
-                    conn, version.policy, version.version, status, verdict=verdict, source=SOURCE
-                )
+                write(conn)
 
-        await asyncio.to_thread(write)
+        await asyncio.to_thread(inside)
 
     async def read(self, read: Callable[[sa.Connection], T]) -> T:
         def inside() -> T:

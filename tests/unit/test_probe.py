@@ -169,3 +169,28 @@ def test_a_stale_cache_can_hide_in_noise_and_below_the_change() -> None:
 
 def test_answers_without_a_common_token_are_stale() -> None:
     assert judge_cache([PrimedPrompt(OLD, {7: -1.0}, NEW)], noise=0.0)[0] is Result.STALE
+
+
+# --- back to a version that served before ---
+
+# Step 3 moved one token much and the rest hardly: on the probe of version 2 it looks almost like version 2.
+NEXT = plus(AFTER, [0.15] * 8 + [0.0] * 12)
+
+
+def test_a_rollback_by_several_versions_is_judged_by_where_the_engine_is() -> None:
+    found = judge_weights(BEFORE, AFTER, AFTER, engine_before=NEXT, known_gap_rms=0.0)
+    assert found.result is Result.FOLLOWS
+
+
+def test_an_engine_that_did_not_go_back_is_seen_although_the_two_versions_look_alike() -> None:
+    found = judge_weights(BEFORE, AFTER, NEXT, engine_before=NEXT, known_gap_rms=0.0)
+    assert found.result is Result.UNCHANGED
+    assert "came no nearer" in found.reason
+    # By where it is alone it would have passed: that is what the second look is for.
+    assert judge_weights(BEFORE, AFTER, NEXT, known_gap_rms=0.0).result is Result.FOLLOWS
+
+
+def test_two_versions_that_the_engine_cannot_tell_apart_are_no_reason_to_refuse_a_rollback() -> None:
+    other = plus(AFTER, [0.0005] * 20)
+    found = judge_weights(BEFORE, AFTER, other, engine_before=other, known_gap_rms=0.001)
+    assert found.result is Result.FOLLOWS

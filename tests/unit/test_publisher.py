@@ -8,85 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.fake_engine import BASE, FakeEngine, model_logprobs, write_folder
+from fakes.fake_engine import BASE
+from fakes.publishing_world import World
 
-from lightning_rl.proxy.live.engines import Engines
-from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
-from lightning_rl.proxy.publishing.publisher import Publisher
-from lightning_rl.records import PolicyVersion, ProbeSequence, VersionStatus, WeightsKind, now_ms, token_ids
-from lightning_rl.settings import ProxySettings
+from lightning_rl.proxy.live.policies import Served
+from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.store.database import Database
-from lightning_rl.store.policies import add_candidate, load_version, set_version_status
+from lightning_rl.store.policies import set_version_status
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
-SEQUENCES = [token_ids(range(3, 60)), token_ids(range(100, 180))]
-
-
-class World:
-    """A database, an engine, a publisher, and ways to look at them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        write_folder(folder / "base", 0.0)
-        self.engine = FakeEngine(folder / "base")
-        self.database = Database.open(f"sqlite:///{folder / 'log.db'}")
-        self.restart_proxy()
-
-    def restart_proxy(self) -> None:
-        self.live = LivePolicies("policy", {}, Gate())
-        settings = ProxySettings.load(publish_poll_sec=0.001)
-        self.engines = Engines(settings.engine_url)
-        handles = [Handle(self.engine, self.engines.all[0])]
-        place = Place(handles, self.engines, self.live, OwnGate(self.live), hold_timeout_sec=0.2)
-        self.publisher = Publisher(self.database, place, settings)
-        self.publisher.rotation.hurry()
-
-    def candidate(
-        self,
-        version: int,
-        weight: float,
-        before: float,
-        kind: WeightsKind = FULL,
-        *,
-        policy: str = "policy",
-        **changes: Any,
-    ) -> PolicyVersion:
-        path = self.folder / f"{policy}-{version}"
-        checksum = write_folder(path, weight, is_adapter=kind is LORA)
-        probe = tuple(
-            ProbeSequence(ids, model_logprobs(before, ids), model_logprobs(weight, ids)) for ids in SEQUENCES
-        )
-        fields: dict[str, Any] = {
-            "status": VersionStatus.CANDIDATE,
-            "path": str(path),
-            "checksum": checksum,
-            "probe": probe,
-            "base_model": None,
-            "run_id": None,
-            "step": None,
-            "created_at_ms": now_ms(),
-        }
-        row = PolicyVersion(policy=policy, version=version, kind=kind, **(fields | changes))
-        with self.database.write() as conn:
-            add_candidate(conn, row)
-        return row
-
-    def row(self, version: int, policy: str = "policy") -> PolicyVersion:
-        with self.database.read() as conn:
-            found = load_version(conn, policy, version)
-        assert found is not None
-        return found
-
-    def status(self, version: int) -> VersionStatus:
-        return self.row(version).status
-
-    async def steps(self, number: int = 1) -> None:
-        for _ in range(number):
-            self.publisher.rotation.hurry()
-            await self.publisher.step()
-            assert self.live.gate.is_open
 
 
 @pytest.fixture

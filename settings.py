@@ -122,7 +122,8 @@ class _Layered(BaseSettings):
         except ValidationError as error:
             # A default that hangs on a faulty setting is no fault of its own.
             faults = [fault for fault in error.errors() if fault["type"] != "default_factory_not_called"]
-            first = faults[0]
+            # What is misspelt may be what is missing.
+            first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
             name = ".".join(str(part) for part in first["loc"])
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             if first["type"] == "extra_forbidden":

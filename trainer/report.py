@@ -112,7 +112,7 @@ _TRACKED = {
 }
 """What TensorBoard and the like call a figure; others keep their name, below `step/`."""
 
-_TRACKED_ELSEWHERE = frozenset({"step", "from_version", "loss", "grad_norm"})
+_TRACKED_ELSEWHERE = frozenset({"step", "from_version", "loss", "grad_norm", "lr"})
 """The number of the manifest, and what transformers logs by itself at each optimizer step."""
 
 

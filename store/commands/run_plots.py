@@ -52,6 +52,7 @@ FIGURES = {
     "speed": Figure("agent's tokens per second", _number("call_tokens_per_sec")),
     "excluded": Figure("episodes left out", _left_out),
     "loss": Figure("loss", _number("loss")),
+    "lr": Figure("learning rate", _number("lr")),
     "clipped": Figure("share of tokens at the clip", _number("clip_fraction")),
     "entropy": Figure("entropy, mean per token", _number("entropy_mean")),
     "kl": Figure("KL divergence to the base model", _number("kl_mean")),
@@ -92,7 +93,7 @@ def drawn(figure: Figure, steps: Sequence[StepFacts], columns: int) -> str:
     canvas.set_x_limits(xs[0], xs[-1])
     canvas.set_y_limits(low, high)
     canvas.x_label, canvas.y_label = "step", ""
-    canvas.x_ticks_fkt = lambda value, _: f"{value:.0f}"
+    canvas.x_ticks_fkt = lambda value, _: f"{value:.3g}"
     canvas.y_ticks_fkt = lambda value, _: f"{value:.4g}"
     canvas.plot(xs, ys)
     _, _, curve = str(canvas.show()).partition("\n")  # its first line would name the axis again

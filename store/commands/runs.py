@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..run_view import RunView, StepView
+    from .run_plots import Figure
 
 runs_app = typer.Typer(no_args_is_help=True, help="Look at training runs, from the log alone.")
 
@@ -64,7 +65,7 @@ def show(
         list[str] | None,
         typer.Option(
             help="Draw this figure; may be given again. reward, gap, grad, speed, excluded (those five where "
-            "none is named), loss, clipped, entropy, kl, critic, seconds, or any number of a step's line."
+            "none is named), loss, lr, clipped, entropy, kl, critic, seconds, or any number of a step's line."
         ),
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None,
@@ -103,8 +104,9 @@ def show(
         return
     from .run_tables import print_run
 
+    figures = _in_terminal(found, plot)
     print_run(found)
-    _draw(found, plot)
+    _draw(found, figures)
 
 
 def _show_step(found: StepView, as_json: bool) -> None:
@@ -118,22 +120,25 @@ def _show_step(found: StepView, as_json: bool) -> None:
     print_step(found)
 
 
-def _draw(found: RunView, names: Sequence[str] | None) -> None:
-    """In the terminal; a pipe gets what was asked for by name."""
+def _in_terminal(found: RunView, names: Sequence[str] | None) -> Sequence[Figure]:
+    """What is to be drawn there; a pipe gets what was asked for by name."""
     import sys
 
-    from .run_plots import DEFAULT, INSTALL, can_draw, chosen, drawn
+    from .run_plots import DEFAULT, chosen
+
+    if not any(step.metrics for step in found.steps) or not (names or sys.stdout.isatty()):
+        return ()
+    return chosen(names or DEFAULT, found.steps)
+
+
+def _draw(found: RunView, figures: Sequence[Figure]) -> None:
+    from .run_plots import INSTALL, can_draw, drawn
     from .tables import terminal
 
-    if not names and not sys.stdout.isatty():
-        return
-    if not any(step.metrics for step in found.steps):
-        return
-    figures = chosen(names or DEFAULT, found.steps)
-    if not can_draw():
+    if figures and not can_draw():
         typer.echo(f"plots in the terminal need plotille: {INSTALL}", err=True)
         return
-    columns = min(terminal().width, 200)
+    columns = terminal().width
     for figure in figures:
         typer.echo(f"\n{drawn(figure, found.steps, columns)}")
 

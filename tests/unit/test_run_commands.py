@@ -172,6 +172,7 @@ def test_plots_are_drawn_where_they_are_asked_for(log):
     assert "call_tokens_per_sec: 100 in every step that has it\n" in text
     assert "KL divergence to the base model: no step has it" in text
     assert "choose one of reward, gap, grad" in fault("show", "--plot", "rewards")
+    assert run("show", "--plot", "rewards").stdout == ""  # said before a long table
 
 
 def test_the_curve_is_where_the_numbers_are():

@@ -132,7 +132,9 @@ def test_trackers_get_the_figures_of_each_step_by_optimizer_step(log, model_fold
     theirs = [(at, logged) for at, logged in tracker.logged if "loss" in logged]
     assert [at for at, _ in theirs] == [1, 2, 3, 4]  # transformers' own: each optimizer step
     assert theirs[0][1]["grad_norm"] == pytest.approx(lines(summary.folder)[0]["grad_norm"], abs=1e-6)
+    assert theirs[0][1].keys() == {"loss", "grad_norm", "learning_rate"}
     assert theirs[0][1]["learning_rate"] == 1e-5
+    assert len(ours) + len(theirs) == len(tracker.logged)
     assert tracker.args.run_name == summary.run_id
     assert tracker.args.trackio_static_space_id is False
 

@@ -72,6 +72,13 @@ def test_a_trainer_s_mistake_is_in_our_words(tmp_path, text, says):
         TrainSettings.load(file, model=tmp_path)
 
 
+def test_a_misspelt_setting_is_named_before_the_one_that_it_leaves_out(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text('modle = "x"\n')
+    with pytest.raises(SettingsError, match=r"unknown setting 'modle' in .*and 1 more"):
+        TrainSettings.load(file)
+
+
 def test_no_library_shows_through(tmp_path, monkeypatch):
     file = tmp_path / "proxy.toml"
     for text, says in (

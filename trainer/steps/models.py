@@ -157,10 +157,12 @@ def load_model(settings: TrainSettings, start: StartWeights) -> Any:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     from . import attention
 
     attention.register()
+    transformers_logging.disable_progress_bar()  # the run has one of its own, and pipes want none
     try:
         config = AutoConfig.from_pretrained(str(start.model), local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -53,6 +53,7 @@ from .scoring import add_scoring_head, on_device
 from .shape import Asked, shape_of
 
 _VOCABULARY_CHUNK = 32768
+_LOGGED = ("loss", "grad_norm", "learning_rate")  # of what transformers says of each optimizer step
 _UNBOUNDED_STEPS = 2**31 - 1
 
 
@@ -214,12 +215,15 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Once per optimizer step. TRL's own means over rows say less than the step's figures."""
         self.metrics.grad_norm = float(logs.get("grad_norm", self.metrics.grad_norm))
-        super().log(logs, start_time)
+        self._metrics["train"].clear()
+        self.log_figures({name: logs[name] for name in _LOGGED if name in logs})
 
     def log_figures(self, figures: Mapping[str, float]) -> None:
         """To the trackers, at the number of optimizer steps so far."""
-        self.callback_handler.on_log(self.args, self.state, self.control, dict(figures))
+        if figures:
+            self.callback_handler.on_log(self.args, self.state, self.control, dict(figures))
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # transformers' estimate reads padded inputs, which there are none of

@@ -1,0 +1,1 @@
+"""The bench of publishing (`make bench-publish`): run.py plays the parts, one file each."""

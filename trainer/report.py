@@ -47,6 +47,9 @@ class StepLine:
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
     lr: float | None = None  # learning rate; of the first epoch, as the figures above
+    rounded_away: float | None = (
+        None  # share of the weights with a gradient that it left as they were in bfloat16; None: not watched
+    )
     kl_mean: float | None = None  # to the reference model, over trained tokens
     critic_loss: float | None = None
     explained_variance: float | None = None  # of the returns, by the values before the critic's step
@@ -142,6 +145,8 @@ def human(line: StepLine) -> str:
             f"{_number(line.call_tokens_per_sec, '.0f')} tokens/s "
             f"({_number(line.unique_tokens_per_sec, '.0f')} unique)"
         )
+    if line.rounded_away is not None:
+        parts.append(f"rounded away {line.rounded_away:.0%}")
     if line.critic_loss is not None:
         explained = _number(line.explained_variance, ".2f")
         parts.append(f"critic {_number(line.critic_loss, '.3g')}, explains {explained}")

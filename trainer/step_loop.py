@@ -27,7 +27,7 @@ from .planning.run_plans import Planned, RunPlans
 from .report import RunReport, StepLine
 from .run_folder import write_manifest
 from .steps import models
-from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, timed
+from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, rounding_notice, timed
 from .steps.values import Valuer
 
 
@@ -58,6 +58,7 @@ class StepLoop:
         self._max_tokens = models.token_budget(settings, trainer.model.device.type)
         if self._shape.note is not None:
             report.message(self._shape.note)
+        self._warned_of_rounding = False
         self._critic: KeptValuer | None = None
         if plans.planner.reads_values:
             self._critic = models.load_critic(settings, start, trainer.model, self._shape)
@@ -98,8 +99,16 @@ class StepLoop:
             require_finite(self._trainer.metrics, line.step)
             if epoch == 0:
                 line = measured(line, self._trainer.metrics, len(batches))
+                self._warn_of_rounding(line)
         line = timed(line, time.monotonic() - started)
         self._hand_over(probe, self._teach(planned, line), began)
+
+    def _warn_of_rounding(self, line: StepLine) -> None:
+        """Once a run: each of its steps would say the same."""
+        notice = None if self._warned_of_rounding else rounding_notice(line, self._settings)
+        if notice is not None:
+            self._report.message(notice)
+            self._warned_of_rounding = True
 
     def _teach(self, planned: Planned, line: StepLine) -> StepLine:
         """The critic learns from every step, also from one that trains no policy."""

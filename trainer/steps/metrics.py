@@ -20,6 +20,8 @@ class StepMetrics:
     loss: float = 0.0
     grad_norm: float = 0.0
     learning_rate: float = 0.0
+    num_pulled: int = 0  # weights of the sample (rounding.py) that had a gradient; 0: nothing is watched
+    num_unmoved: int = 0  # of these, those whose bfloat16 value the update left as it was
 
     @property
     def gap_mean(self) -> float:
@@ -32,6 +34,10 @@ class StepMetrics:
     @property
     def kl_mean(self) -> float:
         return self.kl_sum / max(1, self.num_tokens)
+
+    @property
+    def rounded_away(self) -> float | None:
+        return self.num_unmoved / self.num_pulled if self.num_pulled else None
 
     @property
     def entropy_mean(self) -> float:

@@ -122,6 +122,12 @@ def check_ids(transitions: Iterable[Transition], num_embeddings: int, folder: Pa
             )
 
 
+def stored_dtype(folder: Path) -> str:
+    """In which precision the folder says that its weights are."""
+    config = json.loads((folder / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
 def shares_prefixes(config: Any) -> bool:
     """Whether a token's hidden state depends on its ancestors alone, all of them, through plain attention."""
     text = config.get_text_config()

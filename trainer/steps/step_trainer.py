@@ -85,10 +85,33 @@ def build_trainer(
         report_to=tuple(settings.report_to),
         gradient_checkpointing=settings.gradient_checkpointing == "on"
         or (settings.gradient_checkpointing == "auto" and on_gpu),
+        served_as_bfloat16=served_as_bfloat16(settings, on_gpu),
     )
     reference = models.load_reference(settings) if settings.kl_weight else None
     trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge, reference)
     return trainer
+
+
+def served_as_bfloat16(settings: TrainSettings, on_gpu: bool) -> bool:
+    """Full weights are served in the precision of the base model's folder, unless on a CPU."""
+    return settings.weights == "full" and on_gpu and models.stored_dtype(settings.model) == "bfloat16"
+
+
+MUCH_ROUNDED_AWAY = 0.5
+
+
+def rounding_notice(line: StepLine, settings: TrainSettings) -> str | None:
+    """One line where bfloat16 rounds most of a step away."""
+    if line.rounded_away is None or line.rounded_away < MUCH_ROUNDED_AWAY:
+        return None
+    share = f"step {line.step}: {line.rounded_away:.0%} of the weights that had a gradient did not move"
+    larger = f"a larger --learning-rate than {line.lr:g}"
+    if settings.dtype == "bfloat16":
+        return f"{share}: bfloat16 rounds it away; use --dtype float32, --weights lora or {larger}"
+    return (
+        f"{share} once they are rounded to bfloat16, as an engine serves this model by default; nothing is "
+        f"lost between steps; to see each one start the engine in float32, or use --weights lora or {larger}"
+    )
 
 
 def require_finite(metrics: StepMetrics, step: int) -> None:
@@ -122,6 +145,7 @@ def measured(line: StepLine, metrics: StepMetrics, micro_batches: int) -> StepLi
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
         lr=metrics.learning_rate,
+        rounded_away=metrics.rounded_away,
         kl_mean=metrics.kl_mean,
         call_tokens_per_sec=float(metrics.call_tokens),
         unique_tokens_per_sec=float(metrics.unique_tokens),

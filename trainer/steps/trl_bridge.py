@@ -48,6 +48,7 @@ from .attention import model_inputs
 from .measure import measure
 from .metrics import StepMetrics
 from .objective import MAX_LOG_RATIO, Correction, Objective, correction_weights
+from .rounding import RoundingWatch
 from .schedule import Schedule
 from .scoring import add_scoring_head, on_device
 from .shape import Asked, shape_of
@@ -68,6 +69,7 @@ class BridgeSettings:
     bfloat16: bool
     report_to: tuple[str, ...] = ()  # trackers of experiments; none: nothing is logged anywhere
     gradient_checkpointing: bool = False
+    served_as_bfloat16: bool = False
     attention: Asked = "auto"
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -109,6 +111,8 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         )
         self.steps: Iterable[Sequence[MicroBatch]] = ()
         self.metrics = StepMetrics()
+        served = settings.served_as_bfloat16
+        self.add_callback(RoundingWatch(lambda: self.metrics, served_as_bfloat16=served))
         self.on_micro_batch: Callable[[int, int], None] = lambda done, total: None
         self._current: MicroBatch | None = None
         self._old_logps: Any = None  # (B, C), the tensor that the loss is about to read

@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import UserError
-from .schema import choices, manifest_choices, manifest_episodes, runs, step_manifests
+from .schema import choices, groups, manifest_choices, manifest_episodes, runs, step_manifests
 from .statements import storable_text
 
 MAX_RUNS = 1000
@@ -74,6 +74,7 @@ class AgentFacts:
 class EpisodeFacts:
     id: str
     group_id: str | None
+    task_id: str | None  # None too where the log no longer holds the group
     reward: float | None  # resolved, as the step used it
     num_choices: int
     num_trained: int
@@ -196,14 +197,24 @@ def _agents(tallies: list[_Tally]) -> tuple[AgentFacts, ...]:
 
 
 def _episodes(conn: sa.Connection, run_id: str, step: int, tallies: list[_Tally]) -> tuple[EpisodeFacts, ...]:
-    query = sa.select(manifest_episodes).where(
-        manifest_episodes.c.run_id == run_id, manifest_episodes.c.step == step
+    query = (
+        sa.select(manifest_episodes, groups.c.task_id)
+        .outerjoin(groups, groups.c.id == manifest_episodes.c.group_id)
+        .where(manifest_episodes.c.run_id == run_id, manifest_episodes.c.step == step)
     )
     by_episode: dict[str, list[_Tally]] = {}
     for tally in tallies:
         by_episode.setdefault(tally.episode_id, []).append(tally)
     found = [
-        EpisodeFacts(row.episode_id, row.group_id, row.value, *_counts(own), _mean(own), _reasons(own))
+        EpisodeFacts(
+            row.episode_id,
+            row.group_id,
+            row.task_id,
+            row.value,
+            *_counts(own),
+            advantage_mean=_mean(own),
+            reasons=_reasons(own),
+        )
         for row in conn.execute(query)
         for own in [by_episode.get(row.episode_id, [])]
     ]

@@ -5,6 +5,7 @@ Both libraries are optional: whoever asks for a drawing without them is told wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -90,10 +91,12 @@ def drawn(figure: Figure, steps: Sequence[StepFacts], columns: int) -> str:
     canvas = plotille.Figure()
     canvas.with_colors = canvas.origin = False
     canvas.width, canvas.height = max(20, min(columns, _WIDEST) - 14), _HEIGHT
-    canvas.set_x_limits(xs[0], xs[-1])
+    # A tick every ten columns: each a whole step.
+    steps_per_tick = math.ceil((xs[-1] - xs[0]) * 10 / canvas.width)
+    canvas.set_x_limits(xs[0], xs[0] + steps_per_tick * canvas.width / 10)
     canvas.set_y_limits(low, high)
     canvas.x_label, canvas.y_label = "step", ""
-    canvas.x_ticks_fkt = lambda value, _: f"{value:.3g}"
+    canvas.x_ticks_fkt = lambda value, _: f"{value:.0f}"
     canvas.y_ticks_fkt = lambda value, _: f"{value:.4g}"
     canvas.plot(xs, ys)
     _, _, curve = str(canvas.show()).partition("\n")  # its first line would name the axis again

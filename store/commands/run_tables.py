@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from ...records import now_ms
@@ -21,12 +22,20 @@ _STEP_TITLES = (
     *("step", "version", "reward", "groups", "episodes", "choices", "tokens", "gap", "clipped", "grad"),
     *("tokens/s", "seconds", "left out"),
 )
+_WIDE = 120  # columns that a whole table of steps needs
+_ON_WIDE_ONES = frozenset({"groups", "choices", "clipped", "seconds"})
+_SHORT_ID = 12  # characters of a run's id that most lists can tell runs apart by
+
 _AGENT_TITLES = ("agent", "choices trained", "tokens", "advantage", "not trained")
-_EPISODE_TITLES = ("episode", "group", "reward", "choices trained", "advantage", "not trained")
+_EPISODE_TITLES = ("episode", "task", "reward", "choices trained", "advantage", "not trained")
 
 
 def print_runs(found: Sequence[RunLine]) -> None:
-    print_table(_RUN_TITLES, [_run_row(line) for line in found])
+    """Ids are cut on a narrow terminal, as far as they stay apart."""
+    shown_chars = 99
+    if terminal().width < _WIDE and len({line.id[:_SHORT_ID] for line in found}) == len(found):
+        shown_chars = _SHORT_ID
+    print_table(_RUN_TITLES, [(line.id[:shown_chars], *_run_row(line)) for line in found])
 
 
 def print_run(view: RunView) -> None:
@@ -35,7 +44,10 @@ def print_run(view: RunView) -> None:
     _print_pairs("environment", view.environment)
     terminal().print()
     if view.steps:
-        print_table(_STEP_TITLES, [_step_row(step) for step in view.steps])
+        hidden = _ON_WIDE_ONES if terminal().width < _WIDE else frozenset()
+        kept = [title not in hidden for title in _STEP_TITLES]
+        rows = [list(compress(_step_row(step), kept)) for step in view.steps]
+        print_table(list(compress(_STEP_TITLES, kept)), rows)
     else:
         terminal().print("no step yet")
 
@@ -109,7 +121,6 @@ def _print_pairs(title: str, pairs: Mapping[str, Any]) -> None:
 def _run_row(line: RunLine) -> tuple[str, ...]:
     trained = line.num_steps_trained
     return (
-        line.id,
         line.policy,
         line.status,
         str(trained) if trained == line.num_steps else f"{trained}/{line.num_steps}",
@@ -163,7 +174,7 @@ def _agent_row(agent: AgentFacts) -> tuple[str, ...]:
 def _episode_row(episode: EpisodeFacts) -> tuple[str, ...]:
     return (
         episode.id,
-        episode.group_id or "-",
+        episode.task_id or "-",
         _form(episode.reward, "g"),
         f"{episode.num_trained}/{episode.num_choices}",
         _form(episode.advantage_mean, "+.4f"),

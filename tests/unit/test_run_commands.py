@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from fakes.log_rows import end, intent
 from fakes.store_behaviours import write
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.records import ManifestChoice, StepManifest
 from lightning_rl.settings import TrainSettings
-from lightning_rl.store.commands import run_plots
+from lightning_rl.store.commands import run_plots, run_tables, tables
 from lightning_rl.store.commands.run_tables import changed_settings
 from lightning_rl.store.database import Database
 from lightning_rl.store.runs import add_manifest, create_run, end_run, finish_step
@@ -157,7 +158,7 @@ def test_a_step_by_reasons_agents_and_episodes(log):
     assert [row["reward"] for row in found["episodes"]] == sorted(map(float, range(12)), reverse=True)
     text = said("show", "r", "--step", "0")
     assert "… 2 more …" in text
-    assert re.search(r"s0-e11 +g +11 +1/2 +\+10\.5000 +side_call 1", text)
+    assert re.search(r"s0-e11 +- +11 +1/2 +\+10\.5000 +side_call 1", text)
     assert "s0-e0 " in text
     assert "s0-e5 " not in text
     assert "has steps 0 to 0: no step 7" in fault("show", "r", "--step", "7")
@@ -185,7 +186,22 @@ def test_the_curve_is_where_the_numbers_are():
     assert float(last.split("|")[0]) > 0.85
     assert float(first.split("|")[0]) < 0.15
     dots = re.compile(r"[\u2801-\u28ff]")
+    assert rows[-1].split() == ["|", *"01234"]  # whole steps
     assert dots.search(first).start() < dots.search(last).start()
+
+
+def test_a_narrow_terminal_gets_what_fits(log, monkeypatch):
+    played(log, "0123456789abcdef", [0.25])
+    played(log, "1123456789abcdef", [0.25])
+    monkeypatch.setattr(run_tables, "terminal", lambda: Console(width=80))
+    monkeypatch.setattr(tables, "terminal", lambda: Console(width=80))
+    assert {line.split()[0] for line in said("list").splitlines()} == {"run", "0123456789ab", "1123456789ab"}
+    assert re.search(
+        r"^step +version +reward +episodes +tokens +gap +grad +tokens/s +left out", said("show"), re.M
+    )
+    played(log, "0123456789ab-twin", [0.25])
+    text = said("list").replace("\n", "")
+    assert "0123456789ab " in text  # folded, not cut: two of them begin alike
 
 
 def test_without_the_library_the_table_comes_and_a_word_of_what_to_install(log, monkeypatch):

@@ -18,7 +18,7 @@ from . import __version__
 from .engine.commands import app as engine_app
 from .errors import LightningError
 from .proxy.commands import app as proxy_app
-from .store.commands import calls_app, db_app, doctor, episodes_app, reward_app, runs_app
+from .store.commands import calls_app, db_app, doctor, episodes_app, policy_app, reward_app, runs_app
 from .trainer.commands import train
 from .trainer.credit.commands import credit_app
 from .trainer.judging.commands import run_judge
@@ -84,6 +84,7 @@ app.command()(doctor)
 app.command()(train)
 app.add_typer(runs_app, name="runs")
 app.add_typer(credit_app, name="credit")
+app.add_typer(policy_app, name="policy")
 app.add_typer(db_app, name="db")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fakes import full_log
 from fakes.log_rows import choice, end, intent, reward
 from fakes.query_plans import explaining, full_scans
 from fakes.store_behaviours import write
 
 from lightning_rl.records import EpisodeStatus, Purpose, Quarantine, now_ms
-from lightning_rl.store import append, curation, doctor, episode_view, listing
+from lightning_rl.store import append, curation, doctor, episode_view, listing, policies, policy_view
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.planning.source import GroupSource
 
@@ -74,6 +75,23 @@ def test_a_checkup(database: Database) -> None:
         "all answers are counted"
     )
     assert "COVERING INDEX" in scanned[0]
+
+
+def test_policies_and_their_versions(database: Database) -> None:
+    with database.write() as conn:
+        policies.add_candidate(conn, full_log.version(1))
+    with explaining(database) as plans, database.read() as conn:
+        (line,) = policy_view.list_policies(conn)
+        policy_view.load_policy(conn, "policy")
+        policy_view.load_version_view(conn, "policy", 1)
+        policy_view.compare(conn, "policy", 0, 1)
+        policy_view.compare(conn, "policy", 0, 1, by_tag="k")
+    assert (line.num_calls, line.num_episodes) == (9, 4)
+    manifests = ("manifest_episodes", "manifest_choices")
+    assert full_scans(plans, ("calls", "choices", "rewards", "events", "episodes", *manifests)) == []
+    counted = [plan for plan in plans if "count(*)" in plan and "FROM calls" in plan]
+    assert counted
+    assert all("ix_calls_policy" in plan for plan in counted)
 
 
 def test_a_step_of_the_trainer(database: Database) -> None:

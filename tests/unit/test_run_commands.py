@@ -195,13 +195,11 @@ def test_a_narrow_terminal_gets_what_fits(log, monkeypatch):
     played(log, "1123456789abcdef", [0.25])
     monkeypatch.setattr(run_tables, "terminal", lambda: Console(width=80))
     monkeypatch.setattr(tables, "terminal", lambda: Console(width=80))
-    assert {line.split()[0] for line in said("list").splitlines()} == {"run", "0123456789ab", "1123456789ab"}
-    assert re.search(
-        r"^step +version +reward +episodes +tokens +gap +grad +tokens/s +left out", said("show"), re.M
-    )
+    assert {"0123456789ab", "1123456789ab"} < {line.split()[0] for line in said("list").splitlines()}
+    titles = r"^step +version +reward +episodes +tokens +gap +grad +tokens/s +left out"
+    assert re.search(titles, said("show"), re.MULTILINE)
     played(log, "0123456789ab-twin", [0.25])
-    text = said("list").replace("\n", "")
-    assert "0123456789ab " in text  # folded, not cut: two of them begin alike
+    assert re.search("^-twin ", said("list"), re.MULTILINE)  # begins as another one does: folded, not cut
 
 
 def test_without_the_library_the_table_comes_and_a_word_of_what_to_install(log, monkeypatch):

@@ -422,3 +422,9 @@ class DryRunSettings(TrainSettings):
     """What `lightning train --dry-run` runs on: the same, but it needs no model."""
 
     model: Path = Field(Path(), description="Not needed by a dry run.")
+
+
+class ResumeSettings(TrainSettings):
+    """What `lightning train --resume` is given beside the run: everything else is the run's own."""
+
+    model: Path = Field(Path(), description="The run's own, unless it was moved.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,8 +14,13 @@ from .schema import manifest_choices, manifest_episodes, runs, step_manifests
 from .statements import storable_json
 
 
-def create_run(
-    conn: sa.Connection, run_id: str, policy: str, settings: Mapping[str, Any], environment: Mapping[str, Any]
+def create_run(  # noqa: PLR0917 - the order of the table's columns
+    conn: sa.Connection,
+    run_id: str,
+    policy: str,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    start_version: int | None = None,
 ) -> None:
     if conn.execute(sa.select(runs.c.id).where(runs.c.id == run_id)).first() is not None:
         raise UserError(f"there is a run {run_id!r} already; name another")
@@ -25,25 +31,28 @@ def create_run(
         "settings": storable_json(settings),
         "environment": storable_json(environment),
         "created_at_ms": now_ms(),
+        "start_version": start_version,
     }
     conn.execute(runs.insert(), row)
 
 
 def end_run(conn: sa.Connection, run_id: str, status: str) -> None:
-    """`status`: finished, stopped or failed."""
-    result = conn.execute(
-        runs.update().where(runs.c.id == run_id).values(status=status, ended_at_ms=now_ms())
-    )
+    """`status`: finished, stopped or failed. Its policy is free from then on."""
+    values = {"status": status, "ended_at_ms": now_ms(), "owned_policy": None}
+    result = conn.execute(runs.update().where(runs.c.id == run_id).values(values))
     _found(result, f"run {run_id!r}")
 
 
-def add_manifest(conn: sa.Connection, manifest: StepManifest) -> None:
+def add_manifest(
+    conn: sa.Connection, manifest: StepManifest, counts: Mapping[str, Any] | None = None
+) -> None:
     """Write what the step trains. Its episodes are those of its choices, returns and reward ids."""
     key = {"run_id": manifest.run_id, "step": manifest.step}
     header = key | {
         "policy": manifest.policy,
         "from_version": manifest.from_version,
         "created_at_ms": now_ms(),
+        "counts": None if counts is None else storable_json(counts),
     }
     conn.execute(step_manifests.insert(), header)
     group_of: dict[str, str | None] = dict.fromkeys([*manifest.returns, *manifest.reward_ids])
@@ -68,8 +77,9 @@ def add_manifest(conn: sa.Connection, manifest: StepManifest) -> None:
             "advantage": choice.advantage,
             "multiplier": choice.multiplier,
             "reason": choice.reason,
+            "position": position,
         }
-        for choice in manifest.choices
+        for position, choice in enumerate(manifest.choices)
     ]
     if episode_rows:
         conn.execute(manifest_episodes.insert(), episode_rows)
@@ -78,13 +88,15 @@ def add_manifest(conn: sa.Connection, manifest: StepManifest) -> None:
 
 
 def load_manifest(conn: sa.Connection, run_id: str, step: int) -> StepManifest:
-    """As it was written, choices by call id and index. UserError where there is none."""
+    """As it was written, to the order of its choices. UserError where there is none."""
     header = conn.execute(sa.select(step_manifests).where(*_at(step_manifests, run_id, step))).first()
     if header is None:
         raise UserError(f"run {run_id!r} has no manifest for step {step}")
     by_episode = conn.execute(sa.select(manifest_episodes).where(*_at(manifest_episodes, run_id, step))).all()
     query = sa.select(manifest_choices).where(*_at(manifest_choices, run_id, step))
-    query = query.order_by(manifest_choices.c.call_id, manifest_choices.c.choice_index)
+    query = query.order_by(
+        manifest_choices.c.position, manifest_choices.c.call_id, manifest_choices.c.choice_index
+    )
     group_of = {row.episode_id: row.group_id for row in by_episode}
     return StepManifest(
         run_id=run_id,
@@ -107,6 +119,32 @@ def finish_step(
         .values(to_version=to_version, metrics=storable_json(metrics), trained_at_ms=now_ms())
     )
     _found(result, f"manifest for step {step} of run {run_id!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenStep:
+    """A step manifest's header. `trained_at_ms` None: the run was interrupted in it."""
+
+    step: int
+    from_version: int
+    to_version: int | None
+    trained_at_ms: int | None
+    counts: Mapping[str, Any] | None
+    metrics: Mapping[str, Any] | None
+
+
+def steps_of(conn: sa.Connection, run_id: str) -> list[WrittenStep]:
+    """All of them, in order."""
+    table = step_manifests.c
+    query = sa.select(*(table[field.name] for field in fields(WrittenStep)))
+    rows = conn.execute(query.where(table.run_id == run_id).order_by(table.step))
+    return [WrittenStep(**row._mapping) for row in rows]
+
+
+def episodes_of(conn: sa.Connection, run_id: str, step: int) -> set[str]:
+    """Every episode that the step was planned from, trained or not."""
+    query = sa.select(manifest_episodes.c.episode_id).where(*_at(manifest_episodes, run_id, step))
+    return set(conn.execute(query).scalars())
 
 
 def _at(table: sa.Table, run_id: str, step: int) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:

@@ -268,6 +268,15 @@ runs = sa.Table(
     sa.Column("environment", Json, nullable=False),
     sa.Column("created_at_ms", sa.BigInteger, nullable=False),
     sa.Column("ended_at_ms", sa.BigInteger),
+    sa.Column("start_version", sa.Integer),  # the weights of its first step; 0: the base model
+    # Who trains it (store/run_owners.py); "running" without a living owner is a run that was interrupted.
+    sa.Column("owned_policy", sa.Text),  # the policy, while the run may publish versions of it
+    sa.Column("owner_token", sa.Text),  # of one process
+    sa.Column("owner_host", sa.Text),
+    sa.Column("owner_pid", sa.Integer),
+    sa.Column("owner_process", sa.Text),  # tells the process from a later one with its pid
+    sa.Column("seen_at_ms", sa.BigInteger),  # its last heartbeat, by the database's clock
+    sa.Index(None, "owned_policy", unique=True),
 )
 
 step_manifests = sa.Table(
@@ -279,6 +288,7 @@ step_manifests = sa.Table(
     sa.Column("from_version", sa.Integer, nullable=False),
     sa.Column("to_version", sa.Integer),  # the version that the step produced; None until it has
     sa.Column("metrics", Json),  # the step's line, once it was trained
+    sa.Column("counts", Json),  # what was planned, in numbers (trainer/planning/plan.py: StepCounts)
     sa.Column("created_at_ms", sa.BigInteger, nullable=False),
     sa.Column("trained_at_ms", sa.BigInteger),
 )
@@ -308,6 +318,7 @@ manifest_choices = sa.Table(
     sa.Column("advantage", Float64),  # None: not trained
     sa.Column("multiplier", Float64, nullable=False),
     sa.Column("reason", sa.Text),  # why not, where advantage is None
+    sa.Column("position", sa.Integer),  # in the manifest: sums of floats depend on their order
     sa.ForeignKeyConstraint(["run_id", "step"], ["step_manifests.run_id", "step_manifests.step"]),
     sa.Index(None, "call_id", "choice_index"),
 )

@@ -7,8 +7,9 @@ compares the engine's logprobs over the probe's sequences with the trainer's, be
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -116,6 +117,14 @@ class Handover:
             step=step,
             created_at_ms=now_ms(),
         )
+
+    def forget_unfinished(self, made: Collection[int]) -> None:
+        """After a crash: delete folders of versions that no finished step of this run has made."""
+        known = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
+        for folder in known:
+            if not folder.name.isdigit() or int(folder.name) not in made:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._unpublished = [folder for folder in known if folder.is_dir()]
 
     def delete_old(self) -> None:
         keep = self._settings.keep_versions

@@ -103,6 +103,18 @@ def train(
         Path | None,
         typer.Option(help="Folder of a dry run: written with --dry-run, trained as it is without."),
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|latest",
+            help="Go on exactly with a run that was interrupted or stopped, by its own settings. latest: the "
+            "policy's newest; with --watch, a new one where there is none to go on with.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Give up a run of this policy that was interrupted, and begin anew."),
+    ] = False,
     plan_only: Annotated[
         bool,
         typer.Option("--dry-run", help="Plan every step and write the manifests: no torch, no GPU."),
@@ -126,9 +138,11 @@ def train(
     import os
 
     from ..errors import SettingsError
-    from ..settings import DryRunSettings, TrainSettings
+    from ..settings import DryRunSettings, ResumeSettings, TrainSettings
 
     flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
+    if resume is not None and (fresh or plan_only):
+        raise SettingsError("--resume goes on with a run; it excludes --fresh and --dry-run")
     if plan_only:
         _dry_run(DryRunSettings.load(config, **flags), explain, as_json)
         return
@@ -138,11 +152,12 @@ def train(
     # on a CPU shared with the engine keeps away the very thread that they wait for (measured: 3x slower).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _require_extra()
-    settings = TrainSettings.load(config, **flags)
+    settings = (TrainSettings if resume is None else ResumeSettings).load(config, **flags)
     from ..store.commands.tables import count_words
     from .loop import train as run
+    from .process import INTERRUPTED
 
-    summary = run(settings, as_json=as_json)
+    summary = run(settings, resume=resume, fresh=fresh, as_json=as_json)
     if as_json:
         typer.echo(
             json.dumps(
@@ -159,7 +174,7 @@ def train(
         trained = count_words(summary.steps_trained, "step")
         typer.echo(f"{summary.status}: {trained}, version {summary.version}, {summary.folder}")
     if summary.status == "stopped":
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
 import threading
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as installed_version
 from typing import Any
+
+INTERRUPTED = 130
+"""Exit status of a run that a signal has ended."""
 
 
 def environment(on_gpu: bool) -> dict[str, str]:
@@ -23,17 +27,24 @@ def environment(on_gpu: bool) -> dict[str, str]:
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does. Signals reach only the main thread."""
+def signals_interrupt() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt; the second of them ends the process at once, as a crash
+    would. Signals reach only the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    seen = False
 
     def interrupt(number: int, frame: Any) -> None:
+        nonlocal seen
+        if seen:
+            os._exit(INTERRUPTED)
+        seen = True
         raise KeyboardInterrupt
 
-    had = signal.signal(signal.SIGTERM, interrupt)
+    had = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, had)
+        for number, handler in had.items():
+            signal.signal(number, handler)

@@ -6,7 +6,8 @@ Knows no torch and no database: it is given finished numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -201,6 +202,18 @@ class RunReport:
         self._stdout.print(packed if self._as_json else human(line), markup=False)
         self._stdout.file.flush()
         self.on_step(line)
+
+
+def mend_log(folder: Path, finished: Sequence[Mapping[str, Any]]) -> None:
+    """The file holds one line for each finished step, where a crash left half a line, or none."""
+    file = folder / STEP_LOG
+    whole: dict[int, str] = {}
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError):
+            whole[json.loads(text)["step"]] = text
+    partial = file.with_name(f".{STEP_LOG}")
+    partial.write_text("".join(whole.get(line["step"], json.dumps(line)) + "\n" for line in finished))
+    partial.replace(file)
 
 
 def _of(trained: int, total: int, excluded: Mapping[str, int]) -> str:

@@ -10,31 +10,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..records import PolicyVersion
 from ..settings import TrainSettings
 from ..store.database import Database
 from ..store.policies import add_candidate
 from ..store.runs import add_manifest, finish_step
+from . import checkpoint
 from .batches.packing import MicroBatch, cheapest_batches
 from .candidate import Handover, Probe
+from .owner import Ownership
 from .place import RunPlace
 from .planning.plan import StepPlan, transitions
 from .planning.run_plans import Planned, RunPlans
 from .report import RunReport, StepLine
+from .resume import Resumption
 from .run_folder import write_manifest
 from .steps import models
 from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, rounding_notice, timed
-from .steps.values import Valuer
+from .steps.values import CRITIC_FILE, Valuer
+from .version_folders import write_adapter
 
 
 class KeptValuer(Valuer, Protocol):
     """What a run needs of critic.Critic."""
 
     def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
 
 
 class StepLoop:
@@ -50,9 +56,12 @@ class StepLoop:
         trainer: StepTrainer,
         start: models.StartWeights,
         report: RunReport,
+        ownership: Ownership,
+        resumed: Resumption | None = None,
     ) -> None:
         self._database, self._settings, self._place, self._plans = database, settings, place, plans
         self._trainer, self._report = trainer, report
+        self._start, self._ownership, self._resumed = start, ownership, resumed
         self._handover = Handover(database, settings, place.run_id, place.folder / "versions")
         self._shape = trainer.shape
         self._max_tokens = models.token_budget(settings, trainer.model.device.type)
@@ -60,18 +69,37 @@ class StepLoop:
             report.message(self._shape.note)
         self._warned_of_rounding = False
         self._critic: KeptValuer | None = None
-        if plans.planner.reads_values:
-            self._critic = models.load_critic(settings, start, trainer.model, self._shape)
 
     def steps(self, tokenizer: Any) -> Iterator[Sequence[MicroBatch]]:
         """The generator that the trainer pulls: after each `yield` the optimizer step has been taken."""
+        if self._plans.planner.reads_values:
+            self._critic = models.load_critic(self._settings, self._start, self._trainer.model, self._shape)
+        if self._resumed is not None:
+            self._resume(self._resumed)
+        if self._has_enough_steps():
+            return
         model = self._settings.model
         num_embeddings = self._trainer.model.get_input_embeddings().weight.shape[0]
         check_engines = partial(models.check_tokenizer, tokenizer, folder=model)
         for planned in self._plans.each(self._report, self._critic, check_engines):
             yield from self._step(planned, num_embeddings)
-            if self._place.steps_trained == self._settings.max_steps:
+            if self._has_enough_steps():
                 return
+
+    def _has_enough_steps(self) -> bool:
+        most = self._settings.max_steps
+        return most is not None and self._place.steps_trained >= most
+
+    def _resume(self, resumed: Resumption) -> None:
+        """Be where the run was when it had finished its last step, to the last bit."""
+        self._handover.forget_unfinished(resumed.versions_made)
+        checkpoint.delete_after(self._place.folder, resumed.checkpoint_step)
+        if resumed.waiting is not None:
+            self._await_verdict(resumed.waiting)
+        if resumed.checkpoint is not None:
+            self._trainer.load_state(resumed.checkpoint)
+            if self._critic is not None:
+                self._critic.load(resumed.checkpoint)
 
     def _step(self, planned: Planned, num_embeddings: int) -> Iterator[Sequence[MicroBatch]]:
         """From the manifest to the verdict; nothing is yielded where there is nothing to train."""
@@ -79,8 +107,10 @@ class StepLoop:
         plan = planned.plan
         trained = transitions(plan.manifest, planned.groups)
         models.check_ids(trained, num_embeddings, self._settings.model)
-        with self._database.write() as conn:
-            add_manifest(conn, plan.manifest)
+        if not planned.is_in_log:
+            with self._database.write() as conn:
+                self._ownership.vouch(conn)
+                add_manifest(conn, plan.manifest, asdict(plan.counts))
         write_manifest(self._place, plan, self._plans, self._settings)
         self._place.steps_planned += 1
         line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self._place.version)
@@ -118,7 +148,6 @@ class StepLoop:
         taught = planned.known.teach(self._critic, self._plans.planner, planned.groups)
         if taught is None:
             return line
-        self._critic.save(self._place.folder)
         return replace(
             line,
             critic_loss=taught.loss,
@@ -128,8 +157,12 @@ class StepLoop:
 
     def _finish_empty(self, plan: StepPlan, line: StepLine) -> None:
         """The groups are used up without a step, so that they are not read for ever."""
+        if self._critic is not None:
+            self._save_checkpoint(line.step)
         with self._database.write() as conn:
+            self._ownership.vouch(conn)
             finish_step(conn, self._place.run_id, line.step, to_version=None, metrics=line.as_json())
+        self._tidy_checkpoints(line.step)
         self._report.step(line)
         self._report.message(f"step {line.step} trains nothing: {plan.counts.why_nothing()}")
 
@@ -140,20 +173,44 @@ class StepLoop:
         started = time.monotonic()
         moved = probe.after_step(self._trainer)
         version = self._handover.save(self._trainer.model, moved, after=place.version, step=line.step)
+        self._save_checkpoint(line.step)
         line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
         line = replace(line, seconds=time.monotonic() - began)
         with self._database.write() as conn:
+            self._ownership.vouch(conn)
             if self._settings.publish:
                 add_candidate(conn, version)
             finish_step(conn, place.run_id, line.step, to_version=version.version, metrics=line.as_json())
         place.version = version.version
         place.steps_trained += 1
+        self._tidy_checkpoints(line.step)
         started = time.monotonic()
         try:
             if self._settings.publish:
-                name = f"step {line.step}: version {version.version}"
-                self._handover.await_verdict(version, lambda status: report.doing(f"{name} is {status}"))
+                self._await_verdict(version)
         finally:
             now = time.monotonic()
             report.step(replace(line, publish_sec=now - started, seconds=now - began))
         self._handover.delete_old()
+
+    def _await_verdict(self, version: PolicyVersion) -> None:
+        name = f"step {version.step}: version {version.version}"
+        self._handover.await_verdict(version, lambda status: self._report.doing(f"{name} is {status}"))
+
+    def _save_checkpoint(self, step: int) -> None:
+        """Before the step is called finished: whatever happens then, there is one to go on from."""
+
+        def write(folder: Path) -> None:
+            self._trainer.save_state(folder)
+            if self._critic is not None:
+                self._critic.save(folder)
+            if self._settings.weights == "lora":
+                write_adapter(self._trainer.model, folder / checkpoint.ADAPTER, self._settings.model)
+
+        checkpoint.save(self._place.folder, self._place.run_id, step, write)
+
+    def _tidy_checkpoints(self, step: int) -> None:
+        """The step is finished: its critic is the run's, and the checkpoints of long ago may go."""
+        if self._critic is not None:
+            checkpoint.share(self._place.folder, step, CRITIC_FILE)
+        checkpoint.delete_old(self._place.folder)

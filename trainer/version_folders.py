@@ -8,7 +8,6 @@ deleted.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import Any
 
 from ..engine.checksum import checksum_of
 from ..errors import UserError
-from ..records import PolicyVersion, VersionStatus, WeightsKind, new_id
+from ..records import PolicyVersion, VersionStatus, WeightsKind
+from .whole_folder import whole_folder
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -44,22 +44,15 @@ def save_version(model: Any, folder: Path, *, base_model: Path, kind: WeightsKin
     folder = folder.resolve()
     if folder.exists():
         raise UserError(f"{folder} exists already; versions are never overwritten: use another --output")
-    partial = folder.parent / f".{folder.name}-{new_id()}"
     try:
-        partial.mkdir(parents=True)
-        if kind is WeightsKind.LORA:
-            _write_adapter(model, partial, base_model)
-        else:
-            _write_full(model, partial, base_model)
-        checksum = checksum_of(partial)
-        for file in (*partial.iterdir(), partial):
-            _flush(file)
-        partial.rename(folder)
-        _flush(folder.parent)
+        with whole_folder(folder) as partial:
+            if kind is WeightsKind.LORA:
+                write_adapter(model, partial, base_model)
+            else:
+                _write_full(model, partial, base_model)
+            checksum = checksum_of(partial)
     except OSError as error:
         raise UserError(f"can't write version folder {folder}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return SavedVersion(folder, kind, checksum)
 
 
@@ -87,7 +80,8 @@ def keep_newest(folders: Iterable[Path], keep: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_adapter(model: Any, folder: Path, base_model: Path) -> None:
+def write_adapter(model: Any, folder: Path, base_model: Path) -> None:
+    """As vLLM and peft load it."""
     model.peft_config["default"].base_model_name_or_path = str(base_model.resolve())
     model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's model card template
@@ -98,11 +92,3 @@ def _write_full(model: Any, folder: Path, base_model: Path) -> None:
     for pattern in _TOKENIZER_FILES:  # byte by byte: what the engine tokenizes with must not change
         for file in base_model.glob(pattern):
             shutil.copyfile(file, folder / file.name)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,22 +6,27 @@ Knows the critic's values where the credit rule reads them; what becomes of a ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from ...errors import NothingToTrainError, SettingsError, UserError
-from ...records import Fingerprint, Group
+from ...records import Fingerprint, Group, StepManifest
 from ...settings import TrainSettings
 from ...store.database import Database
 from ...store.read import load_groups
+from ...store.runs import WrittenStep, episodes_of, load_manifest
 from ..place import RunPlace
 from ..report import RunReport
 from ..steps.values import StepValues, Valuer
 from .manifest_files import WrittenPlan, read_plan
-from .plan import StepPlan, withheld
+from .plan import StepCounts, StepPlan, withheld
 from .planner import NO_VALUES, Planner
 from .reasons import Reason
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,48 @@ class Planned:
     plan: StepPlan
     groups: list[Group]
     known: StepValues | None  # None: the run has no critic
+    is_in_log: bool = False  # the manifest was written before the run was interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A manifest that was written and not trained, and the groups as they were then."""
+
+    plan: StepPlan
+    groups: list[Group]
+
+    @classmethod
+    def load(cls, conn: sa.Connection, run_id: str, step: WrittenStep) -> Self:
+        manifest = load_manifest(conn, run_id, step.step)
+        ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
+        episodes = episodes_of(conn, run_id, step.step)
+        groups = [_as_it_was(group, manifest, episodes) for group in load_groups(conn, ids)]
+        return cls(StepPlan(manifest, StepCounts(**(step.counts or {}))), groups)
+
+
+def _as_it_was(group: Group, manifest: StepManifest, episodes: Collection[str]) -> Group:
+    """Without the episodes and rewards that came after the manifest: a critic learns what it says, too."""
+    found = []
+    for episode in group.episodes:
+        if episode.id in episodes:
+            used = set(manifest.reward_ids.get(episode.id, ()))
+            found.append(replace(episode, rewards=tuple(r for r in episode.rewards if r.id in used)))
+    return replace(group, episodes=tuple(found))
 
 
 class RunPlans:
-    def __init__(self, database: Database, settings: TrainSettings, place: RunPlace) -> None:
+    def __init__(
+        self,
+        database: Database,
+        settings: TrainSettings,
+        place: RunPlace,
+        *,
+        start_version: int,
+        unfinished: Unfinished | None = None,
+    ) -> None:
+        """`start_version`: of the run's first step. `unfinished`: what an interrupted one has yet to do."""
         self._database, self._settings, self._place = database, settings, place
+        self._start_version, self._unfinished = start_version, unfinished
         self.planner = Planner.of(database, settings, place.run_id)
         self._source = self.planner.source
         self.written = None if settings.manifests is None else self._written(settings.manifests)
@@ -60,6 +102,12 @@ class RunPlans:
         check_engines: Callable[[Sequence[Fingerprint]], None],
     ) -> Iterator[Planned]:
         """Each step with its groups; planned when it is asked for, with the weights' version of then."""
+        if self._unfinished is not None:
+            plan, groups = self._unfinished.plan, self._unfinished.groups
+            report.message(f"step {plan.manifest.step} is trained as its manifest was written")
+            check_engines(self._source.fingerprints(groups))
+            known = None if critic is None else StepValues.of(groups, critic)
+            yield Planned(plan, groups, known, is_in_log=True)
         if self.written is None:
             longest = self.planner.settings.selection.max_sequence_tokens
             for groups in self._groups(report):
@@ -68,7 +116,7 @@ class RunPlans:
                 yield Planned(self._plan(groups, known), groups, known)
             return
         report.message(f"training the {len(self.written.steps)} steps of {self.written.folder} as written")
-        for plan in self.written.steps:
+        for plan in self.written.steps[self._place.steps_planned :]:
             place = self._place
             manifest = replace(plan.manifest, run_id=place.run_id, from_version=place.version)
             ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
@@ -92,10 +140,10 @@ class RunPlans:
         plan = read_plan(folder)
         if plan.policy != self._settings.policy:
             raise UserError(f"{folder} was planned for policy {plan.policy!r}, not {self._settings.policy!r}")
-        if plan.start_version != self._place.version:
+        if plan.start_version != self._start_version:
             raise UserError(
                 f"{folder} was planned from version {plan.start_version} of policy {plan.policy!r}, but this "
-                f"run starts from version {self._place.version}: write the dry run anew, or pass --from-base "
+                f"run starts from version {self._start_version}: write the dry run anew, or pass --from-base "
                 "to both"
             )
         return plan

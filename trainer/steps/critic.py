@@ -29,9 +29,9 @@ from ...records import TokenIds, Transition, logprobs, token_ids
 from ..batches.packing import MicroBatch, ModelShape, cheapest_batches
 from .attention import model_inputs
 from .scoring import on_device
+from .values import CRITIC_FILE
 
 ADAPTER = "critic"
-_STATE = "critic.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +218,22 @@ class Critic:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        return (folder / _STATE).is_file()
+        return (folder / CRITIC_FILE).is_file()
 
     def save(self, folder: Path) -> None:
         """Weights, head and optimizer into `folder`; whole or not at all."""
-        partial = folder / f".{_STATE}"
+        partial = folder / f".{CRITIC_FILE}"
         state = {
             "body": self._body.state(),
             "head": self._head.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
         torch.save(state, partial)
-        partial.rename(folder / _STATE)
+        partial.rename(folder / CRITIC_FILE)
 
     def load(self, folder: Path) -> None:
         """What `save` wrote. UserError where it is of another shape."""
-        file = folder / _STATE
+        file = folder / CRITIC_FILE
         try:
             state = torch.load(file, map_location=self._device, weights_only=True)
             self._body.load(state["body"])

@@ -6,6 +6,7 @@ once. Knows nothing of TRL and nothing of the loss.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 CPU_TOKENS = 2048  # a micro-batch that a cache still helps; memory is what stock TRL needs for a row or two
 GPU_TOKENS = 8192  # enough to keep a GPU busy on models from 0.5B on
+_LOOKED_AT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,20 @@ def check_folder(folder: Path, *, what: str = "model") -> None:
         raise UserError(
             f"{folder} has no tokenizer (tokenizer.json); copy it from the model that the engine serves"
         )
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells one model from another in a moment: its configuration, and of each weights file the size, the
+    header and the first and last megabyte."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted((*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            found.update(content.read(_LOOKED_AT))
+            content.seek(max(0, size - _LOOKED_AT))
+            found.update(content.read())
+    return f"sha256:{found.hexdigest()}"
 
 
 @contextmanager

@@ -44,6 +44,7 @@ finally:
 
 from ...records import Logprobs, TokenIds, Transition, logprobs
 from ..batches.packing import MicroBatch, cheapest_batches
+from . import training_state
 from .attention import model_inputs
 from .measure import measure
 from .metrics import StepMetrics
@@ -233,6 +234,13 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         return 0  # transformers' estimate reads padded inputs, which there are none of
 
     # what the run asks for beside steps
+
+    def save_state(self, folder: Path) -> None:
+        training_state.save_state(self, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Not before the first item of `steps` is asked for: until then there is no optimizer."""
+        training_state.load_state(self, folder)
 
     def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]:
         """Of each sequence the logprobs of ids[1:] at temperature 1, with the current weights."""

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from ...records import CallKind, Group, TokenIds
 
+CRITIC_FILE = "critic.pt"
+"""What a critic is saved as, in a run folder and in its checkpoints."""
+
 
 class Measured(Protocol):
     """What is reported of one fit."""

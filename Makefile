@@ -89,7 +89,7 @@ bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PP
 	@$(MAKE) --no-print-directory model
 	$(BIN)/python bench/credit/run.py --model $(MODEL) $(BENCH_FLAGS)
 
-bench-trainer: | $(INSTALLED) ## a step over the same calls by stock TRL, padded, merged and as a prefix tree; about 10 minutes
+bench-trainer: | $(INSTALLED) ## one step over the same calls by stock TRL, padded, merged and as a prefix tree; about 10 minutes; BENCH_FLAGS="--device cuda --write" on a GPU
 	$(BIN)/python bench/trainer/run.py $(BENCH_FLAGS)
 
 bench-publish: | $(INSTALLED) ## versions go live under load on a real engine, sabotage and kills included; about 20 minutes

@@ -70,6 +70,12 @@ def long_shared_prompt(*, vocabulary: int, seed: int = 0) -> Case:
     return Case("long shared prompt", made.transitions)
 
 
+def smallest(*, vocabulary: int, seed: int = 0) -> Case:
+    """For the test of the bench itself."""
+    made = append_only(2, vocabulary=vocabulary, prompt_tokens=20, seed=seed)
+    return Case("smallest", made.transitions[:6])
+
+
 def forked(*, vocabulary: int, seed: int = 0) -> Case:
     """A planner whose sub-agents start from its context so far: three forks of three calls each."""
     write = Writer(vocabulary, seed)

@@ -172,7 +172,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             self.on_micro_batch(number, len(micro_batches))
         self._current = self._old_logps = self._scored = None
         self.metrics.loss = float(total)
-        if self.optimizer is not None:
+        if self.lr_scheduler is not None:
             self.metrics.learning_rate = float(self._get_learning_rate())
         return total
 

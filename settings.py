@@ -75,12 +75,15 @@ def _distinct(urls: tuple[str, ...]) -> tuple[str, ...]:
 RootUrl = Annotated[str, AfterValidator(root_url)]
 RootUrls = Annotated[tuple[RootUrl, ...], NoDecode, BeforeValidator(_listed), AfterValidator(_distinct)]
 
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+
 _file_being_read: ContextVar[Path | None] = ContextVar("_file_being_read", default=None)
 
 
 _FORMS = {
     "unrewarded": "write skip, error or fill=NUMBER",
     "failed": "write skip, as_rewarded or fill=NUMBER",
+    "agent_policies": "a policy's name is of letters, digits, '.', '_' and '-'",
     "policy": "a name of letters, digits, '.', '_' and '-'",
     "redact": "write it as tables: [[redact]]",
     "name": "a name of at most 64 letters, digits, '.', '_' and '-'",
@@ -91,8 +94,9 @@ _FORMS = {
 
 def _words(fault: Mapping[str, Any]) -> str:
     names = [part for part in fault["loc"] if isinstance(part, str)]
-    if fault["type"] in ("string_pattern_mismatch", "list_type") and names and names[-1] in _FORMS:
-        return _FORMS[names[-1]]
+    if fault["type"] in ("string_pattern_mismatch", "list_type") and names:
+        form = _FORMS.get(names[-1]) or _FORMS.get(names[0])
+        return plain_words(fault) if form is None else form
     return plain_words(fault)
 
 
@@ -225,6 +229,12 @@ class ProxySettings(_Layered):
             ("gpt-*", "o1*", "o3*", "o4*", "chatgpt-*", "claude-*"), data.get("policy", "policy")
         ),
         description="Model names that agents have hard-coded (shell patterns), and what serves them.",
+    )
+    agent_policies: dict[str, PolicyName] = Field(
+        default_factory=dict,
+        description="Agents (shell patterns) that have a policy of their own, a LoRA each on one base: "
+        '`[agent_policies]` with `planner = "planner-lora"`. It serves their calls for the default policy '
+        "(docs/publishing.md).",
     )
     durability: Literal["commit", "write-behind"] = Field(
         "commit",

@@ -53,7 +53,9 @@ class ProxyApp:
         self.settings = settings
         self.database = database
         self.gate = Gate()
-        self.live = LivePolicies(settings.policy, settings.aliases, self.gate)
+        self.live = LivePolicies(
+            settings.policy, settings.aliases, self.gate, agent_policies=settings.agent_policies
+        )
         self.metrics = CallMetrics()
         self.redactor = _redactor(settings)
         self.recorder = Recorder(

@@ -86,7 +86,7 @@ async def carry_out(
 async def admit(parts: Parts, client: Client, request: Request, attribution: Attribution) -> Lease | None:
     """What serves the call; None: the client has its answer already, or has left."""
     try:
-        lease = await parts.live.admit(request.model, attribution.episode_id)
+        lease = await parts.live.admit(request.model, attribution.episode_id, attribution.agent)
         try:
             give_engine(parts.engines, lease, request.model, attribution.episode_id)
         except EngineError:

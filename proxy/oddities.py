@@ -22,7 +22,19 @@ def oddities(
             f"policy {settings.policy!r} is also a model's name in the engine: agents that ask for it get "
             "the policy; choose another --policy, or --served-model-name"
         )
-    known = {settings.policy, *engine_models, *policies, *settings.providers}
+    for agent, policy in settings.agent_policies.items():
+        if policy in engine_models or policy in settings.providers:
+            lines.append(
+                f"agent {agent!r} has policy {policy!r}, which is also a model's name in the engine or a "
+                "provider's: choose another"
+            )
+    known = {
+        settings.policy,
+        *settings.agent_policies.values(),
+        *engine_models,
+        *policies,
+        *settings.providers,
+    }
     for pattern, target in settings.aliases.items():
         if target.partition("@")[0] not in known:
             lines.append(

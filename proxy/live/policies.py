@@ -7,7 +7,6 @@ a pause.
 
 from __future__ import annotations
 
-import fnmatch
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from ...errors import EngineError
 from ...records import WeightsKind
 from .engines import EngineState
 from .gate import Gate
+from .naming import Naming
 
 BASE_VERSION = 0
 
@@ -109,9 +109,8 @@ class LivePolicies:
     ) -> None:
         self.gate = gate
         self._policy = policy
-        self._aliases = dict(aliases)
-        self._agent_policies = dict(agent_policies or {})
-        self._declared = {policy, *self._agent_policies.values()}
+        self._naming = Naming(policy, dict(aliases), dict(agent_policies or {}))
+        self._declared = set(self._naming.policies)
         self._clock = clock
         self._pin_max_age_sec = pin_max_age_sec
         self._base_model: str | None = None
@@ -126,11 +125,13 @@ class LivePolicies:
 
     # --- the relay's side ---
 
-    async def admit(self, requested_model: str | None, episode_id: str | None) -> Lease:
+    async def admit(
+        self, requested_model: str | None, episode_id: str | None, agent: str | None = None
+    ) -> Lease:
         """Wait at the gate, then fix what serves the call. Raises EngineError as `resolve` does."""
-        await self._enter(requested_model, episode_id)
+        await self._enter(requested_model, episode_id, agent)
         try:
-            served = self.resolve(requested_model, episode_id)
+            served = self.resolve(requested_model, episode_id, agent)
         except BaseException:
             self.gate.leave()
             raise
@@ -138,30 +139,40 @@ class LivePolicies:
             self._in_flight[served.policy, served.version] += 1
         return Lease(self, served)
 
-    def resolve(self, requested_model: str | None, episode_id: str | None) -> Served:
+    def resolve(
+        self, requested_model: str | None, episode_id: str | None, agent: str | None = None
+    ) -> Served:
         """Find what serves `requested_model` now; pins the episode. No model means the default policy.
 
         Names that are neither ours nor aliased are left to the engine. Raises EngineError when a policy is
         asked for and the engine has not been seen (yet, or since it went away).
         """
-        name = self._policy if requested_model is None else self._target(requested_model)
-        if name == self._base_model:
-            # Whoever asks for the engine's base name gets the policy exactly where the policy lives there.
-            own = self._loaded.get(self._policy)
-            name = self._policy if own is not None and own.names.get(own.version) == name else name
+        name = self._meant(requested_model, agent)
         served = self._serve(name, episode_id) if self._is_policy(name) else self._explicit(name)
         return Served(
             served.policy, served.version, None if served.model == requested_model else served.model
         )
 
-    async def _enter(self, requested_model: str | None, episode_id: str | None) -> None:
+    def _meant(self, requested_model: str | None, agent: str | None) -> str:
+        """A name of ours, or one that is the engine's business. Whoever names a policy gets that one; the
+        default policy and the base model give way to the agent's own policy."""
+        name = self._policy if requested_model is None else self._target(requested_model)
+        if name not in {self._policy, self._base_model}:
+            return name
+        if (its_own := self._naming.policy_of(agent)) is not None:
+            return its_own
+        # Whoever asks for the engine's base name gets the policy exactly where the policy lives there.
+        own = self._loaded.get(self._policy)
+        return self._policy if own is not None and own.names.get(own.version) == name else name
+
+    async def _enter(self, requested_model: str | None, episode_id: str | None, agent: str | None) -> None:
         """Pass the gate, knowing the episode's pin; what was asked before a change is asked again."""
         asked_at = -1
         while True:
             await self.gate.enter()
             policy = None
             if self.recall is not None and episode_id is not None and asked_at != self._changes:
-                policy = self._unknown_pin(requested_model, episode_id)
+                policy = self._unknown_pin(self._meant(requested_model, agent), episode_id)
             if policy is None or episode_id is None or self.recall is None:
                 return
             self.gate.leave()  # asking takes a while, in which the gate may close
@@ -171,9 +182,8 @@ class LivePolicies:
                 version, age_sec = found
                 self._pins.setdefault((policy, episode_id), _Pin(version, self._clock() - age_sec))
 
-    def _unknown_pin(self, requested_model: str | None, episode_id: str) -> str | None:
+    def _unknown_pin(self, name: str, episode_id: str) -> str | None:
         """The policy whose pin another process may know; None: the pin is known, or there is no choice."""
-        name = self._policy if requested_model is None else self._target(requested_model)
         loaded = self._loaded.get(name)
         if loaded is None or len(loaded.names) == 1 or (name, episode_id) in self._pins:
             return None
@@ -333,19 +343,14 @@ class LivePolicies:
         return name in self._declared or name in self._loaded
 
     def _target(self, requested: str) -> str:
-        """Names of ours win over aliases, an exact alias over a pattern, the earlier of two patterns."""
+        """Names of ours win over aliases."""
         if (
             requested == self._base_model
             or self._is_policy(requested)
             or self._explicit(requested).policy is not None
         ):
             return requested
-        if requested in self._aliases:
-            return self._aliases[requested]
-        for pattern, target in self._aliases.items():
-            if fnmatch.fnmatchcase(requested, pattern):
-                return target
-        return requested
+        return self._naming.alias_of(requested)
 
     def _serve(self, policy: str, episode_id: str | None) -> Served:
         loaded = self._loaded.get(policy)

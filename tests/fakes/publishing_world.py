@@ -38,9 +38,9 @@ class World:
         self.database = Database.open(f"sqlite:///{folder / 'log.db'}")
         self.restart_proxy()
 
-    def restart_proxy(self) -> None:
-        self.live = LivePolicies("policy", {}, Gate())
-        settings = ProxySettings.load(publish_poll_sec=0.001)
+    def restart_proxy(self, **said: Any) -> None:
+        settings = ProxySettings.load(publish_poll_sec=0.001, **said)
+        self.live = LivePolicies("policy", {}, Gate(), agent_policies=settings.agent_policies)
         self.engines = Engines(settings.engine_url)
         handles = [Handle(self.engine, self.engines.all[0])]
         place = Place(handles, self.engines, self.live, OwnGate(self.live), hold_timeout_sec=0.2)

@@ -27,9 +27,15 @@ def test_what_is_meant_is_not_told() -> None:
 
 
 def test_what_is_hardly_meant_is() -> None:
-    settings = ProxySettings.load(policy="base", providers={"judge": JUDGE}, aliases={"x*": "nopolicy"})
-    policy, alias, provider = oddities(settings, {"base"}, [], {})
+    settings = ProxySettings.load(
+        policy="base",
+        providers={"judge": JUDGE},
+        aliases={"x*": "nopolicy", "y": "planner"},
+        agent_policies={"a": "planner", "b": "judge"},
+    )
+    policy, agent, alias, provider = oddities(settings, {"base"}, [], {})
     assert policy.startswith("policy 'base' is also a model's name in the engine")
+    assert agent.startswith("agent 'b' has policy 'judge', which is also a model's name")
     assert alias.startswith("alias 'x*' leads to 'nopolicy', which is no policy")
     assert provider == "provider 'judge' has no key: the variable JUDGE_KEY is not set"
 

@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import UserError
+from .fleet import database_now_ms
 from .schema import choices, groups, manifest_choices, manifest_episodes, runs, step_manifests
 from .statements import storable_text
 
@@ -34,6 +35,7 @@ class RunLine:
     created_at_ms: int
     last_step_at_ms: int | None
     ended_at_ms: int | None
+    silent_ms: int | None  # since the heartbeat of the process that trains it; None: nobody does
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +280,12 @@ def _lines(conn: sa.Connection, found: Sequence[Any]) -> list[RunLine]:
             sa.select(at.run_id, at.step, at.metrics).where(sa.tuple_(at.run_id, at.step).in_(list(ends)))
         )
     }
-    return [_line(row, summed.get(row.id), said) for row in found]
+    now_ms = database_now_ms(conn)
+    return [_line(row, summed.get(row.id), said, now_ms) for row in found]
 
 
-def _line(row: Any, sums: Any, rewards: Mapping[tuple[str, int], float | None]) -> RunLine:
+def _line(row: Any, sums: Any, rewards: Mapping[tuple[str, int], float | None], now_ms: int) -> RunLine:
+    beats = row.status == "running" and row.seen_at_ms is not None
     return RunLine(
         id=row.id,
         policy=row.policy,
@@ -295,4 +299,5 @@ def _line(row: Any, sums: Any, rewards: Mapping[tuple[str, int], float | None]) 
         created_at_ms=row.created_at_ms,
         last_step_at_ms=sums.last_step_at_ms if sums else None,
         ended_at_ms=row.ended_at_ms,
+        silent_ms=max(0, now_ms - row.seen_at_ms) if beats else None,
     )

@@ -31,7 +31,16 @@ from .report import RunReport, StepLine
 from .resume import Resumption
 from .run_folder import write_manifest
 from .steps import models
-from .steps.step_trainer import StepTrainer, correction_of, measured, require_finite, rounding_notice, timed
+from .steps.step_trainer import (
+    StepTrainer,
+    correction_of,
+    gap_notice,
+    lags_behind,
+    measured,
+    require_finite,
+    rounding_notice,
+    timed,
+)
 from .steps.values import CRITIC_FILE, Valuer
 from .version_folders import write_adapter
 
@@ -67,7 +76,7 @@ class StepLoop:
         self._max_tokens = models.token_budget(settings, trainer.model.device.type)
         if self._shape.note is not None:
             report.message(self._shape.note)
-        self._warned_of_rounding = False
+        self._warned_of: set[str] = set()
         self._critic: KeptValuer | None = None
 
     def steps(self, tokenizer: Any) -> Iterator[Sequence[MicroBatch]]:
@@ -129,16 +138,20 @@ class StepLoop:
             require_finite(self._trainer.metrics, line.step)
             if epoch == 0:
                 line = measured(line, self._trainer.metrics, len(batches))
-                self._warn_of_rounding(line)
+                self._warn(line, planned)
         line = timed(line, time.monotonic() - started)
         self._hand_over(probe, self._teach(planned, line), began)
 
-    def _warn_of_rounding(self, line: StepLine) -> None:
-        """Once a run: each of its steps would say the same."""
-        notice = None if self._warned_of_rounding else rounding_notice(line, self._settings)
-        if notice is not None:
-            self._report.message(notice)
-            self._warned_of_rounding = True
+    def _warn(self, line: StepLine, planned: Planned) -> None:
+        """Once a run of each kind: its other steps would say the same."""
+        lags = lags_behind(planned.plan.manifest, planned.groups)
+        for kind, notice in (
+            ("rounding", rounding_notice(line, self._settings)),
+            ("gap", gap_notice(line, lags=lags)),
+        ):
+            if notice is not None and kind not in self._warned_of:
+                self._report.message(notice)
+                self._warned_of.add(kind)
 
     def _teach(self, planned: Planned, line: StepLine) -> StepLine:
         """The critic learns from every step, also from one that trains no policy."""

@@ -24,6 +24,7 @@ _STEP_TITLES = (
 )
 _WIDE = 120  # columns that a whole table of steps needs
 _ON_WIDE_ONES = frozenset({"groups", "choices", "clipped", "seconds"})
+_SILENT_MS = 60_000  # without a heartbeat for so long, nobody trains the run
 _SHORT_ID = 12  # characters of a run's id that most lists can tell runs apart by
 
 _AGENT_TITLES = ("agent", "choices trained", "tokens", "advantage", "not trained")
@@ -81,10 +82,12 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_head(line: RunLine) -> Iterator[str]:
     yield f"run {line.id}"
-    now = f"{line.status} {shown(line.ended_at_ms)}" if line.ended_at_ms else line.status
+    now = f"{_status(line)} {shown(line.ended_at_ms)}" if line.ended_at_ms else _status(line)
     if line.ended_at_ms is None and line.last_step_at_ms is not None:
         now += f", last step finished {shown(line.last_step_at_ms)}"
     yield f"  policy {line.policy}, begun {shown(line.created_at_ms)}, {now}, {_took(line)}"
+    if _status(line) in ("interrupted", "stopped"):
+        yield f"  go on with it: lightning train --resume {line.id}"
     steps = f"{count_words(line.num_steps, 'step')} finished, {line.num_steps_trained} with new weights"
     yield f"  {steps}, versions {_versions(line)}, reward {_rewards(line)}"
 
@@ -122,7 +125,7 @@ def _run_row(line: RunLine) -> tuple[str, ...]:
     trained = line.num_steps_trained
     return (
         line.policy,
-        line.status,
+        _status(line),
         str(trained) if trained == line.num_steps else f"{trained}/{line.num_steps}",
         _versions(line),
         _rewards(line),
@@ -192,9 +195,15 @@ def _versions(line: RunLine) -> str:
     return f"{line.from_version} -> {'-' if line.to_version is None else line.to_version}"
 
 
+def _status(line: RunLine) -> str:
+    is_silent = line.silent_ms is not None and line.silent_ms > _SILENT_MS
+    return "interrupted" if is_silent else line.status
+
+
 def _took(line: RunLine) -> str:
     """So far, where it has not ended."""
-    seconds = ((line.ended_at_ms or now_ms()) - line.created_at_ms) // 1000
+    until = line.ended_at_ms or (now_ms() - (line.silent_ms or 0))
+    seconds = (until - line.created_at_ms) // 1000
     hours, minutes = seconds // 3600, seconds // 60 % 60
     if hours:
         return f"{hours} h {minutes} min"

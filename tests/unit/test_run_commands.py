@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from fakes.log_rows import end, intent
 from fakes.store_behaviours import write
 from rich.console import Console
@@ -20,6 +21,7 @@ from lightning_rl.settings import TrainSettings
 from lightning_rl.store.commands import run_plots, run_tables, tables
 from lightning_rl.store.commands.run_tables import changed_settings
 from lightning_rl.store.database import Database
+from lightning_rl.store.run_owners import Owner, take
 from lightning_rl.store.runs import add_manifest, create_run, end_run, finish_step
 
 
@@ -138,6 +140,21 @@ def test_a_run_is_shown_while_it_goes_on(log):
     assert [step["metrics"].get("reward_mean") for step in found["steps"]] == [0.25, 0.5, None]
     assert found["steps"][2]["trained_at_ms"] is None
     assert found["settings"]["groups_per_step"] == 8
+
+
+def test_a_run_that_nobody_trains_any_more_is_told_from_one_that_goes_on(log):
+    for name, silent_sec in (("alive", 2), ("dead", 3600)):
+        played(log, name, [0.25], ended=None)
+        with log.write() as conn:
+            take(conn, name, Owner(name, "host", 1, "x"), was=None, policy=None)
+            seen = sa.text("update runs set seen_at_ms = seen_at_ms - :ms where id = :id")
+            conn.execute(seen, {"ms": silent_sec * 1000, "id": name})
+    assert re.search(r"alive +policy +running ", said("list"))
+    assert re.search(r"dead +policy +interrupted ", said("list"))
+    assert "go on with it: lightning train --resume dead" in said("show", "dead")
+    assert "go on with it" not in said("show", "alive")
+    assert document("show", "dead")["silent_ms"] >= 3600_000
+    assert document("show", "dead")["status"] == "running"  # what the row says
 
 
 def test_a_setting_that_this_program_does_not_know_is_shown():

@@ -452,3 +452,16 @@ def test_a_written_plan_that_does_not_fit_is_refused(log, model_folder, tmp_path
         train(chosen)
     with pytest.raises(UserError, match="can't --watch"):
         train(settings(log, model_folder, manifests=tmp_path / "plan", watch=True))
+
+
+def test_another_model_than_the_engine_s_is_said_once(log, model_folder, tmp_path, capsys):
+    for task in ("t0", "t1"):
+        play_group(log, tiny_models.qwen3(seed=5), task, [1.0, 0.0])
+    train(settings(log, model_folder, groups_per_step=1))
+    said = capsys.readouterr().err
+    assert said.count("nats per token apart, though the log says that version 0 sampled") == 1
+    assert "step 0: " in said
+    # of the model itself there is nothing to say, nor once the weights have moved on
+    other = tiny_models.save(tmp_path / "other", tiny_models.qwen3(seed=5))
+    train(settings(log, other, groups_per_step=1, learning_rate=0.5))
+    assert "nats per token" not in capsys.readouterr().err

@@ -58,15 +58,20 @@ def correction_of(settings: TrainSettings, manifest: StepManifest, groups: Seque
     """`auto` is decided by the step: a correction costs a forward pass, and on-policy it corrects nothing."""
     if settings.correction != "auto":
         return settings.correction
+    lags = lags_behind(manifest, groups)
+    return "truncate" if lags or settings.epochs > 1 else "off"
+
+
+def lags_behind(manifest: StepManifest, groups: Sequence[Group]) -> bool:
+    """Whether a trained call is of other weights than those that the step starts from."""
     trained = {choice.call_id for choice in manifest.choices if choice.advantage is not None}
-    lags = any(
+    return any(
         call.policy_version != manifest.from_version
         for group in groups
         for episode in group.episodes
         for call in episode.calls
         if call.id in trained
     )
-    return "truncate" if lags or settings.epochs > 1 else "off"
 
 
 def build_trainer(
@@ -100,6 +105,7 @@ def served_as_bfloat16(settings: TrainSettings, on_gpu: bool) -> bool:
 
 
 MUCH_ROUNDED_AWAY = 0.5
+MUCH_GAP = 0.1  # nats; the same weights are below 0.02 apart, 16 bits included
 
 
 def rounding_notice(line: StepLine, settings: TrainSettings) -> str | None:
@@ -113,6 +119,17 @@ def rounding_notice(line: StepLine, settings: TrainSettings) -> str | None:
     return (
         f"{share} once they are rounded to bfloat16, as an engine serves this model by default; nothing is "
         f"lost between steps; to see each one start the engine in float32, or use --weights lora or {larger}"
+    )
+
+
+def gap_notice(line: StepLine, *, lags: bool) -> str | None:
+    """One line where the very weights that sampled are not the ones that are trained."""
+    if lags or line.gap_mean is None or line.gap_mean < MUCH_GAP:
+        return None
+    return (
+        f"step {line.step}: the engine's logprobs and the trainer's are {line.gap_mean:.2g} nats per token "
+        f"apart, though the log says that version {line.from_version} sampled: is --model the model that the "
+        "engine serves, and are its logprobs the processed ones (lightning engine check)?"
     )
 
 

@@ -57,6 +57,7 @@ class LyingEngine:
 
     def _loads(self, request: dict[str, Any]) -> bytes:
         self.asked.append(request["lora_path"])
+        self._shown.pop(request["lora_name"], None)
         if self.load_instead is not None:
             if self.hides_path:
                 self._shown[request["lora_name"]] = request["lora_path"]

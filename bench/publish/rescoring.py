@@ -82,7 +82,8 @@ def rescore(trainer: Trainer, calls: Sequence[Call], claims: Mapping[int, str]) 
 def gap_to(trainer: Trainer, call: Call, name: str) -> float:
     """The largest difference between recorded and re-scored logprobs of a call's answer."""
     (choice,) = call.choices
-    scored = trainer.score(name, call.prompt_ids + choice.completion_ids)[len(call.prompt_ids) - 1 :]
-    if not len(choice.behavior_logprobs) or len(scored) != len(choice.behavior_logprobs):
+    num_tokens = len(choice.completion_ids)
+    if num_tokens == 0 or num_tokens != len(choice.behavior_logprobs):
         return float("inf")
+    scored = trainer.score(name, call.prompt_ids + choice.completion_ids, num_tokens)
     return max(abs(a - b) for a, b in zip(choice.behavior_logprobs, scored, strict=True))

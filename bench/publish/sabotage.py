@@ -42,8 +42,8 @@ class TwoTrainers:
     def full(self, name: str) -> Weights:
         return self._of(name).full(name)
 
-    def score(self, name: str, ids: TokenIds) -> list[float]:
-        return self._of(name).score(BASE if name == FOREIGN else name, ids)
+    def score(self, name: str, ids: TokenIds, num_last: int | None = None) -> list[float]:
+        return self._of(name).score(BASE if name == FOREIGN else name, ids, num_last)
 
     def _of(self, name: str) -> Trainer:
         return self._foreign if name.startswith(FOREIGN) else self._own

@@ -42,8 +42,8 @@ class Trainer(Protocol):
 
     def adapter(self, name: str) -> Weights: ...
     def full(self, name: str) -> Weights: ...
-    def score(self, name: str, ids: TokenIds) -> list[float]:
-        """Logprobs of ids[1:]."""
+    def score(self, name: str, ids: TokenIds, num_last: int | None = None) -> list[float]:
+        """Logprobs of ids[1:], or of so many of the last ids."""
 
 
 def copied(weights: Weights, name: str) -> Weights:
@@ -162,7 +162,7 @@ class TorchTrainer:
         return self._torch.Generator().manual_seed(self._num_made)
 
     def _save(self, model: Any, name: str, kind: WeightsKind) -> Weights:
-        from lightning_rl.trainer.checkpoint import save_version
+        from lightning_rl.trainer.version_folders import save_version
 
         saved = save_version(model, self._folder / name, base_model=self.model, kind=kind)
         made = Weights(name, kind, saved.path, saved.checksum)
@@ -173,9 +173,9 @@ class TorchTrainer:
         """Weights that were made elsewhere, to be scored by their name."""
         self._paths[weights.name] = weights
 
-    def score(self, name: str, ids: TokenIds) -> list[float]:
+    def score(self, name: str, ids: TokenIds, num_last: int | None = None) -> list[float]:
         with self._lock:
-            return self._logprobs(self._scored_by(name), ids)
+            return self._logprobs(self._scored_by(name), ids, num_last)
 
     def _scored_by(self, name: str) -> Any:
         if name in self._models:
@@ -194,9 +194,10 @@ class TorchTrainer:
         self._adapters.set_adapter(name)
         return self._adapters
 
-    def _logprobs(self, model: Any, ids: TokenIds) -> list[float]:
+    def _logprobs(self, model: Any, ids: TokenIds, num_last: int | None = None) -> list[float]:
         row = self._torch.tensor([list(ids)])
-        with self._torch.no_grad():
-            logits = model(row).logits[0, :-1]
-        found: list[float] = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].tolist()
+        number = len(ids) - 1 if num_last is None else num_last
+        with self._torch.no_grad():  # the vocabulary is most of a tiny model: only where it is asked for
+            logits = model(row, logits_to_keep=number + 1).logits[0, :-1]
+        found: list[float] = logits.log_softmax(-1).gather(1, row[0, -number:, None])[:, 0].tolist()
         return found

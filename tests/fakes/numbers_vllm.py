@@ -150,8 +150,9 @@ class NumberTrainer:
         path = self._folder / name
         return Weights(name, kind, path, write_folder(path, number, is_adapter=kind is WeightsKind.LORA))
 
-    def score(self, name: str, ids: TokenIds) -> list[float]:
-        return model_logprobs(self._base + self._numbers[name], ids).tolist()
+    def score(self, name: str, ids: TokenIds, num_last: int | None = None) -> list[float]:
+        found = model_logprobs(self._base + self._numbers[name], ids).tolist()
+        return found if num_last is None else found[-num_last:]
 
 
 def _require_whole(folder: Path) -> None:

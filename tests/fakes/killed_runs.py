@@ -34,6 +34,7 @@ POINTS = {
     "after the step is finished": ("trainer.checkpoint:delete_old", "before"),
     "before the line is printed": ("trainer.report:RunReport.step", "before"),
     "before old versions are deleted": ("trainer.candidate:Handover.delete_old", "before"),
+    "the run ends": ("trainer.loop:end_run", "before"),
 }
 """Where a run can be between two of its writes: a function of the package, and which side of it."""
 
@@ -73,20 +74,24 @@ def dying(point: str, at_call: int, how: Callable[[], None], put: Callable[[Any,
     put(owner, name, deadly)
 
 
-def _child(settings: Mapping[str, Any], resume: str | None, point: str | None, at_call: int) -> None:
+def interrupt_self() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _child(settings: Mapping[str, Any], resume: str | None, point: str | None, how: str) -> None:
     if point is not None:
-        dying(point, at_call, kill_self, setattr)
+        dying(point, 1, {"kill": kill_self, "interrupt": interrupt_self}[how], setattr)
     kind = TrainSettings if resume is None else ResumeSettings
     train(kind.load(None, **settings), resume=resume)
 
 
 def start(
-    settings: Mapping[str, Any], *, resume: str | None = None, point: str | None = None, at_call: int = 1
+    settings: Mapping[str, Any], *, resume: str | None = None, point: str | None = None, how: str = "kill"
 ) -> multiprocessing.process.BaseProcess:
     """A run in a process of its own, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fakes.killed_runs"])
-    process = context.Process(target=_child, args=(dict(settings), resume, point, at_call))
+    process = context.Process(target=_child, args=(dict(settings), resume, point, how))
     process.start()
     return process
 

@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(ENGINE)
 PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
 
 .PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean \
-  bench-proxy bench-store bench-credit bench-trainer bench-publish
+  bench-proxy bench-store bench-credit bench-trainer bench-staleness bench-publish
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PP
 
 bench-trainer: | $(INSTALLED) ## one step over the same calls by stock TRL, padded, merged and as a prefix tree; about 10 minutes; BENCH_FLAGS="--device cuda --write" on a GPU
 	$(BIN)/python bench/trainer/run.py $(BENCH_FLAGS)
+
+bench-staleness: | $(INSTALLED) ## gradients from older episodes against the true one, corrected and not; about a minute
+	$(BIN)/python bench/trainer/staleness.py $(BENCH_FLAGS)
 
 bench-publish: | $(INSTALLED) ## versions go live under load on a real engine, sabotage and kills included; about 20 minutes
 	@$(MAKE) --no-print-directory model

@@ -6,6 +6,7 @@
     │   ├── UnknownEpisodeError    no such episode in the log
     │   ├── UnknownCallError       no such call in the log
     │   ├── NothingToTrainError    no rewarded episodes, no variance, everything excluded
+    │   ├── OvertakenError         a run's version serves nobody any more: somebody wants another one
     │   └── ModelMismatchError     a tokenizer or model that does not fit the engine or the log
     ├── StoreError                 the database can't be opened, written or understood
     │   └── SchemaError            its schema is older or newer than this program
@@ -43,6 +44,10 @@ class UnknownCallError(UserError):
 
 class NothingToTrainError(UserError):
     """The selection leaves no choice with an advantage; the message counts why."""
+
+
+class OvertakenError(UserError):
+    """Somebody has put another version live while a run went on from its own."""
 
 
 class ModelMismatchError(UserError):

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ..errors import PublishError
+import sqlalchemy as sa
+
+from ..errors import OvertakenError, PublishError
 from ..records import (
     Logprobs,
     PolicyVersion,
@@ -27,7 +29,15 @@ from ..records import (
 )
 from ..settings import TrainSettings
 from ..store.database import Database
-from ..store.policies import load_version, next_version, versions
+from ..store.policies import (
+    add_candidate,
+    live_version,
+    load_version,
+    lock_policy,
+    next_version,
+    versions,
+)
+from ..store.policy_requests import PolicyRequest, newest_request, waiting_request
 from . import version_folders
 
 PROBE_POOL = 8
@@ -87,11 +97,45 @@ class Probe:
 
 class Handover:
     """One run's way from trained weights to a served version: number, folder, wait, and old folders
-    deleted."""
+    deleted. `serves`: the version that is live as far as the run knows; None: it does not matter yet."""
 
-    def __init__(self, database: Database, settings: TrainSettings, run_id: str, folder: Path) -> None:
+    def __init__(
+        self, database: Database, settings: TrainSettings, run_id: str, folder: Path, *, serves: int | None
+    ) -> None:
         self._database, self._settings, self._run_id, self._folder = database, settings, run_id, folder
+        self._serves = serves
         self._unpublished: list[Path] = []
+
+    def require_current(self) -> None:
+        """OvertakenError where somebody has put another version live, or has asked for one."""
+        if self._settings.publish:
+            with self._database.read() as conn:
+                self._require_current(conn)
+
+    def _require_current(self, conn: sa.Connection) -> None:
+        policy = self._settings.policy
+        live = live_version(conn, policy)
+        now = 0 if live is None else live.version
+        asked = waiting_request(conn, policy)
+        if self._serves is None:  # it starts from the base model, whatever is live
+            self._serves = now
+        if now == self._serves and asked is None:
+            return
+        if asked is None:
+            asked = newest_request(conn, policy)
+            asked = asked if asked is not None and asked.version == now else None
+        raise OvertakenError(_overtaken(policy, self._serves, now, asked, self._run_id))
+
+    def offer(self, conn: sa.Connection, version: PolicyVersion) -> None:
+        """Write its row, in the transaction that finishes the step; OvertakenError, and nothing is kept of
+        the step, where nobody wants what it went on from."""
+        lock_policy(conn, version.policy)
+        try:
+            self._require_current(conn)
+        except OvertakenError:
+            shutil.rmtree(str(version.path), ignore_errors=True)
+            raise
+        add_candidate(conn, version)
 
     def save(self, model: Any, probe: tuple[ProbeSequence, ...], *, after: int, step: int) -> PolicyVersion:
         """Write the next version's folder; its row is the caller's, in one transaction with the step's."""
@@ -129,9 +173,13 @@ class Handover:
     def delete_old(self) -> None:
         keep = self._settings.keep_versions
         if self._settings.publish:
-            with self._database.read() as conn:
+            # Under the lock, so that nobody asks for a version whose folder goes at this moment.
+            with self._database.write() as conn:
+                lock_policy(conn, self._settings.policy)
                 known = versions(conn, self._settings.policy)
-            version_folders.delete_old(known, keep, inside=self._settings.output)
+                gone = version_folders.set_old_aside(known, keep, inside=self._settings.output)
+            for folder in gone:
+                shutil.rmtree(folder, ignore_errors=True)
         else:  # these are in no database: only the newest are of use
             version_folders.keep_newest(self._unpublished, keep)
             self._unpublished = self._unpublished[-keep:]
@@ -151,6 +199,7 @@ class Handover:
                 seen = row.status
                 on_status(seen)
             if row.status in _SERVED:
+                self._serves = version.version
                 return
             if row.status is VersionStatus.REJECTED:
                 why = (row.verdict or {}).get("reason") or row.verdict or "no reason given"
@@ -158,6 +207,21 @@ class Handover:
             if time.monotonic() > until:
                 raise PublishError(_too_late(name, row.status, timeout_sec, self._database.shown_url))
             time.sleep(_POLL_SEC)
+
+
+def _overtaken(policy: str, serves: int, now: int, asked: PolicyRequest | None, run_id: str) -> str:
+    wanted = now if asked is None else asked.version
+    if asked is None:
+        what = f"version {now} is live"
+    elif asked.outcome is None:
+        what = f"{asked.by} has asked for version {wanted}"
+    else:
+        what = f"{asked.by} has put version {wanted} live"
+    return (
+        f"{what} of policy {policy!r}, and this run goes on from version {serves}, so it stops and hands "
+        f"over nothing more: lightning train begins a new run from version {wanted}; or make {serves} live "
+        f"again (lightning policy promote {policy} {serves}) and go on with --resume {run_id}"
+    )
 
 
 def _too_late(name: str, status: VersionStatus, timeout_sec: float, url: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from ..errors import SettingsError, UserError
+from ..errors import OvertakenError, SettingsError, UserError
 from ..records import PolicyVersion, new_id
 from ..settings import TrainSettings
 from ..store.database import Database
@@ -134,6 +134,9 @@ class TrainingRun:
                         report.on_step = lambda line: trainer.log_figures(figures(line))
                         trainer.train()
                     status = "finished"
+                except OvertakenError:
+                    status = "stopped"
+                    raise
                 except KeyboardInterrupt:
                     status = "stopped"
                     report.message(

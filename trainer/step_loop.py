@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from ..records import PolicyVersion
 from ..settings import TrainSettings
 from ..store.database import Database
-from ..store.policies import add_candidate
 from ..store.runs import add_manifest, finish_step
 from . import checkpoint
 from .batches.packing import MicroBatch, cheapest_batches
@@ -71,7 +70,15 @@ class StepLoop:
         self._database, self._settings, self._place, self._plans = database, settings, place, plans
         self._trainer, self._report = trainer, report
         self._start, self._ownership, self._resumed = start, ownership, resumed
-        self._handover = Handover(database, settings, place.run_id, place.folder / "versions")
+        starts_anew = settings.from_base and place.version == 0
+        self._handover = Handover(
+            database,
+            settings,
+            place.run_id,
+            place.folder / "versions",
+            serves=None if starts_anew else place.version,
+        )
+        plans.while_waiting = self._handover.require_current
         self._shape = trainer.shape
         self._max_tokens = models.token_budget(settings, trainer.model.device.type)
         if self._shape.note is not None:
@@ -112,6 +119,7 @@ class StepLoop:
 
     def _step(self, planned: Planned, num_embeddings: int) -> Iterator[Sequence[MicroBatch]]:
         """From the manifest to the verdict; nothing is yielded where there is nothing to train."""
+        self._handover.require_current()
         began = time.monotonic()
         plan = planned.plan
         trained = transitions(plan.manifest, planned.groups)
@@ -192,7 +200,7 @@ class StepLoop:
         with self._database.write() as conn:
             self._ownership.vouch(conn)
             if self._settings.publish:
-                add_candidate(conn, version)
+                self._handover.offer(conn, version)
             finish_step(conn, place.run_id, line.step, to_version=version.version, metrics=line.as_json())
         place.version = version.version
         place.steps_trained += 1

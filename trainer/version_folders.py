@@ -56,21 +56,20 @@ def save_version(model: Any, folder: Path, *, base_model: Path, kind: WeightsKin
     return SavedVersion(folder, kind, checksum)
 
 
-def delete_old(versions: Sequence[PolicyVersion], keep: int, *, inside: Path) -> list[int]:
-    """Delete the folders of all but the newest `keep` retired or rejected versions; only folders under
-    `inside`.
+def set_old_aside(versions: Sequence[PolicyVersion], keep: int, *, inside: Path) -> list[Path]:
+    """Rename the folders of all but the newest `keep` retired or rejected versions, so that nobody finds them
+    any more; only folders under `inside`. The caller deletes them, which may take a while.
 
-    Gives the numbers of those deleted. A version in any other state is never touched.
+    A version in any other state is never touched.
     """
     over = [version for version in versions if version.status in _DELETABLE and version.path is not None]
     in_use = {Path(v.path).resolve() for v in versions if v.path is not None and v.status not in _DELETABLE}
-    deleted = []
+    gone = []
     for version in sorted(over, key=lambda v: v.version)[: max(0, len(over) - keep)]:
         folder = Path(str(version.path)).resolve()
         if folder.is_dir() and folder.is_relative_to(inside.resolve()) and folder not in in_use:
-            shutil.rmtree(folder)
-            deleted.append(version.version)
-    return deleted
+            gone.append(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    return gone
 
 
 def keep_newest(folders: Iterable[Path], keep: int) -> None:

@@ -19,7 +19,7 @@ from lightning_rl.engine.checksum import checksum_of
 from lightning_rl.errors import UserError
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.trainer import version_folders
-from lightning_rl.trainer.version_folders import delete_old, keep_newest, save_version
+from lightning_rl.trainer.version_folders import keep_newest, save_version, set_old_aside
 
 
 @pytest.fixture
@@ -119,17 +119,17 @@ def test_only_old_retired_folders_of_ours_are_deleted(tmp_path):
         folder.mkdir(parents=True)
     versions = [version(i + 1, s, f) for i, (s, f) in enumerate(zip(status, folders, strict=True))]
     versions.insert(0, version(0, VersionStatus.RETIRED, elsewhere))
-    assert delete_old(versions, 2, inside=ours) == [1, 2]
+    assert [f.name for f in set_old_aside(versions, 2, inside=ours)] == [".0.deleted", ".1.deleted"]
     assert [f.exists() for f in folders] == [False, False, True, True, True, True, True]
     assert elsewhere.exists()
-    assert delete_old(versions, 2, inside=ours) == []
+    assert set_old_aside(versions, 2, inside=ours) == []
 
 
 def test_a_live_version_keeps_a_folder_that_an_old_one_shares(tmp_path):
     shared = tmp_path / "v"
     shared.mkdir()
     versions = [version(1, VersionStatus.RETIRED, shared), version(2, VersionStatus.LIVE, shared)]
-    assert delete_old(versions, 0, inside=tmp_path) == []
+    assert set_old_aside(versions, 0, inside=tmp_path) == []
     assert shared.exists()
 
 

@@ -76,6 +76,7 @@ class RunPlans:
         """`start_version`: of the run's first step. `unfinished`: what an interrupted one has yet to do."""
         self._database, self._settings, self._place = database, settings, place
         self._start_version, self._unfinished = start_version, unfinished
+        self.while_waiting: Callable[[], None] | None = None
         self.planner = Planner.of(database, settings, place.run_id)
         self._source = self.planner.source
         self.written = None if settings.manifests is None else self._written(settings.manifests)
@@ -152,6 +153,10 @@ class RunPlans:
         if not self._settings.watch:
             return self._source.ready()
         wanted = self._settings.groups_per_step
-        return self._source.as_they_come(
-            lambda ready: report.doing(f"waiting for groups: {ready} of {wanted} ready", ready, wanted)
-        )
+
+        def on_wait(ready: int) -> None:
+            report.doing(f"waiting for groups: {ready} of {wanted} ready", ready, wanted)
+            if self.while_waiting is not None:
+                self.while_waiting()
+
+        return self._source.as_they_come(on_wait)

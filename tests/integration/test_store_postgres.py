@@ -8,6 +8,7 @@ import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
 import sqlalchemy as sa
 from fakes import (  # noqa: F401 - add to the list
+    policy_behaviours,
     prune_behaviours,
     reward_behaviours,
     run_behaviours,

@@ -6,6 +6,7 @@ from pathlib import Path
 import fakes.retry_behaviours  # noqa: F401 - registers its own
 import pytest
 from fakes import (  # noqa: F401 - add to the list
+    policy_behaviours,
     prune_behaviours,
     reward_behaviours,
     run_behaviours,

@@ -26,8 +26,8 @@ from lightning_rl.records import Transition
 from lightning_rl.trainer.batches.packing import MicroBatch, cheapest_batches
 from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
 from lightning_rl.trainer.batches.tree import tree_batches
-from lightning_rl.trainer.steps.models import shape_of
 from lightning_rl.trainer.steps.objective import Objective
+from lightning_rl.trainer.steps.shape import shape_of
 
 WEIGHTINGS = ("episode", "token", "constant")
 PRODUCT = list(product(OBJECTIVES, WEIGHTINGS, ("full", "lora"), (False, True)))

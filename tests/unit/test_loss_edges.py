@@ -28,8 +28,8 @@ from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.planning.plan import PlanSettings, plan_step, transitions
 from lightning_rl.trainer.planning.selection import SelectionRules
-from lightning_rl.trainer.steps.models import shape_of
 from lightning_rl.trainer.steps.objective import Objective
+from lightning_rl.trainer.steps.shape import shape_of
 from lightning_rl.trainer.steps.trl_bridge import RecordedTrainer
 
 NAMES = tuple(OBJECTIVES)

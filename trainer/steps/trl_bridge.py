@@ -46,6 +46,7 @@ from ...records import Logprobs, TokenIds, Transition, logprobs
 from ..batches.packing import MicroBatch, cheapest_batches
 from . import training_state
 from .attention import model_inputs
+from .loss_inputs import loss_inputs
 from .measure import measure
 from .metrics import StepMetrics
 from .objective import MAX_LOG_RATIO, Correction, Objective, correction_weights
@@ -164,9 +165,9 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             last = number == len(micro_batches)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 self._current = micro_batch
-                loss_inputs = _loss_inputs(micro_batch, self.args.device, self._objective)
-                self._old_logps = loss_inputs["old_per_token_logps"]
-                loss = self.compute_loss(model, loss_inputs) + self._added(micro_batch)
+                read = loss_inputs(micro_batch, self.args.device, self._objective)
+                self._old_logps = read["old_per_token_logps"]
+                loss = self.compute_loss(model, read) + self._added(micro_batch)
                 self.accelerator.backward(loss)
             total += loss.detach()
             self.on_micro_batch(number, len(micro_batches))
@@ -268,7 +269,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 _LOSS_TYPES = {"clip": "dapo", "gspo": "dapo", "cispo": "cispo", "sapo": "sapo"}
-"""TRL's names. `dapo` and `cispo` divide by a number that we hand over, `sapo` by rows (see _loss_inputs)."""
+"""TRL's names. `dapo` and `cispo` divide by a number that we hand over, `sapo` by rows (loss_inputs.py)."""
 
 
 def _no_reward(**kwargs: Any) -> list[float]:
@@ -310,35 +311,6 @@ def _grpo_config(settings: BridgeSettings) -> Any:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-
-
-def _loss_inputs(batch: MicroBatch, device: Any, objective: Objective) -> dict[str, torch.Tensor]:
-    """What TRL's loss reads, (B, C) with one row per choice. Its prompt part is empty: scoring does not read
-    it."""
-    terms = batch.terms
-    shape = (len(batch.choices), int(terms.column.max()) + 1)
-    place = (on_device(terms.row, device), on_device(terms.column, device))
-
-    def rows(values: Any) -> torch.Tensor:
-        flat = on_device(values, device)
-        return torch.zeros(shape, dtype=flat.dtype, device=device).index_put(place, flat)
-
-    advantages = rows(terms.advantage * terms.multiplier)
-    if objective.name == "sapo":  # TRL takes the mean over a row's tokens, then over rows
-        lengths = torch.bincount(place[0], minlength=shape[0])
-        advantages *= lengths[:, None] * shape[0]
-    empty = torch.zeros((shape[0], 0), dtype=torch.long, device=device)
-    return {
-        "prompt_ids": empty,
-        "prompt_mask": empty,
-        "completion_ids": rows(terms.target),
-        "completion_mask": torch.zeros(shape, dtype=torch.long, device=device).index_put(
-            place, torch.ones_like(place[0])
-        ),
-        "advantages": advantages,
-        "old_per_token_logps": rows(terms.old_logprob),
-        "num_items_in_batch": torch.ones((), device=device),
-    }
 
 
 def _project(

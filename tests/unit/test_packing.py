@@ -57,12 +57,12 @@ def test_costs_by_hand() -> None:
     shape = ModelShape(per_token=10.0, per_pair=1.0, shares_prefixes=True)
     made = [transition("a", [1, 2], [3]), transition("b", [1, 4], [3])]
     (rows,) = merged_batches(made, 100)
-    assert cost(rows, shape) == 2 * 2 * (10 + 1)  # no padding: half of the square
+    assert cost(rows, shape) == pytest.approx(2 * 2 * (10 + 2 * 0.9))  # no padding, no mask
     (uneven,) = merged_batches([*made, transition("c", [5], [3])], 100)
-    assert cost(uneven, shape) == 3 * 2 * (10 + 2)
+    assert cost(uneven, shape) == pytest.approx(3 * 2 * (10 + 2 * 1.3))
     (tree,) = tree_batches(made, 100)
-    # 3 tokens; one stretch of 64 queries, each against 64 keys, gathering counted as 32 queries more
-    assert cost(tree, shape) == 3 * 10 + (0 + 64) * (64 + 32)
+    # 3 tokens; one stretch of 64 queries, each against 64 keys, gathering counted as 16 queries more
+    assert cost(tree, shape) == pytest.approx(3 * 10 + (0 + 64) * (64 + 16) * 1.3)
 
 
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.qwen3])

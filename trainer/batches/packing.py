@@ -15,14 +15,22 @@ from typing import Literal
 
 from ...records import Transition
 from .blocks import padded, tree_blocks
+from .chunks import num_pairs
 from .rows import RowsBatch, merged_batches
-from .tree import TreeAttention, TreeBatch, attention_cost, tree_batches
+from .tree import TreeAttention, TreeBatch, tree_batches
 
 MicroBatch = TreeBatch | RowsBatch
 
 FLEX_MIN_TOKENS = 1024
 """Below, FlexAttention's blocks cost more than they skip (0.72 of dense attention at 512 tokens, says
 KempnerForge's measurement; facts of ours from a GPU there are none yet)."""
+
+CAUSAL_PAIR, MASKED_PAIR = 0.9, 1.3
+"""What a query-key pair costs over a multiplication of the weights: of the whole square where rows need no
+mask (half of it is skipped), and of a pair that is computed with one. Measured on two CPU cores, for heads of
+32 and 64: 0.85 to 0.93, 1.16 to 1.43. On a GPU they are a guess."""
+
+TIE = 0.9  # estimates are no finer than that, and a tree gathers copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ def cheapest_batches(
     if shape.layout == "tree":
         return tree
     rows = merged_batches(transitions, max_tokens)
-    return tree if _total(tree, shape) <= _total(rows, shape) else rows
+    return tree if _total(tree, shape) < TIE * _total(rows, shape) else rows
 
 
 def _computed(batch: TreeBatch, shape: ModelShape) -> TreeBatch:
@@ -65,12 +73,12 @@ def cost(batch: MicroBatch, shape: ModelShape) -> float:
     if isinstance(batch, RowsBatch):
         num_rows, width = batch.input_ids.shape
         tokens = int(num_rows * width)
-        # A mask of padding makes attention compute the whole square, without one it is half of it.
-        pairs = tokens * int(width) / (1 if (batch.attention_mask == 0).any() else 2)
+        padding = bool((batch.attention_mask == 0).any())
+        pairs = tokens * int(width) * (MASKED_PAIR if padding else CAUSAL_PAIR)
     elif batch.attention == "flex":
         tokens = len(padded(batch.input_ids))
-        pairs = tree_blocks(batch.exit).num_pairs
+        pairs = tree_blocks(batch.exit).num_pairs * MASKED_PAIR
     else:
         tokens = len(batch.input_ids)
-        pairs = attention_cost(batch.depth)
+        pairs = num_pairs(batch.depth) * MASKED_PAIR
     return tokens * shape.per_token + pairs * shape.per_pair

@@ -71,19 +71,6 @@ class HeadRows:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionChunks:
-    """Which keys each stretch of queries may see: C stretches of c queries, K keys for each, padding
-    included.
-
-    A stretch of the depth-first order sees itself and the ancestors of its first token, and nothing else. A
-    padded query sees its stretch's first key, so that no softmax is over nothing; its result is thrown away.
-    """
-
-    key_index: Ints  # (C, K) index into the N tokens
-    mask: npt.NDArray[np.bool_]  # (C, c, K)
-
-
-@dataclass(frozen=True, slots=True)
 class TreeBatch:
     """One forward pass over a forest of shared prefixes, in depth-first order; N tokens, no padding."""
 
@@ -99,48 +86,6 @@ class TreeBatch:
         """(N, N): may query q (first axis) see key k?"""
         index = np.arange(len(self.input_ids))
         return (index[None, :] <= index[:, None]) & (index[:, None] < self.exit[None, :])
-
-    def attention_chunks(self) -> AttentionChunks:
-        """The same as `attention_mask`, without the blocks in which nothing sees anything."""
-        num_tokens = len(self.input_ids)
-        size = _chunk_size(self.depth)
-        starts = range(0, num_tokens, size)
-        visible = [
-            np.concatenate([self._ancestors(a), np.arange(a, min(a + size, num_tokens))]) for a in starts
-        ]
-        width = max(len(keys) for keys in visible)
-        key_index = np.zeros((len(visible), width), dtype=np.int64)
-        mask = np.zeros((len(visible), size, width), dtype=np.bool_)
-        for chunk, (start, keys) in enumerate(zip(starts, visible, strict=True)):
-            queries = np.arange(start, min(start + size, num_tokens))
-            key_index[chunk, : len(keys)] = keys
-            mask[chunk, : len(queries), : len(keys)] = (keys[None, :] <= queries[:, None]) & (
-                queries[:, None] < self.exit[keys][None, :]
-            )
-            mask[chunk, len(queries) :, 0] = True
-        return AttentionChunks(key_index, mask)
-
-    def _ancestors(self, token: int) -> Ints:
-        before = np.arange(token)
-        return before[self.exit[:token] > token]
-
-
-_CHUNK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_GATHER_COST = 32  # what fetching one key costs, in query-key pairs
-
-
-def attention_cost(depth: Ints) -> int:
-    """Query-key pairs that the attention of a tree computes, gathering included."""
-    return _chunks_cost(depth, _chunk_size(depth))
-
-
-def _chunk_size(depth: Ints) -> int:
-    return min(_CHUNK_SIZES, key=lambda size: _chunks_cost(depth, size))
-
-
-def _chunks_cost(depth: Ints, size: int) -> int:
-    starts = depth[::size]
-    return len(starts) * (int(starts.max()) + size) * (size + _GATHER_COST)
 
 
 def tree_batches(transitions: Sequence[Transition], max_tokens: int) -> list[TreeBatch]:

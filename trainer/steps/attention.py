@@ -18,8 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..batches.blocks import padded
+from ..batches.chunks import AttentionChunks, attention_chunks
 from ..batches.packing import MicroBatch
-from ..batches.tree import AttentionChunks, TreeBatch
+from ..batches.tree import TreeBatch
 from .flex import FlexTree
 
 NAME = "lightning_tree"
@@ -50,7 +51,7 @@ def model_inputs(batch: MicroBatch, device: Any) -> dict[str, Any]:
         ids, depth = padded(ids), padded(depth)  # no loss term is at a padding token
         found = FlexTree.of(batch.exit, device)
     else:
-        found = ChunkedTree.of(batch.attention_chunks(), device)
+        found = ChunkedTree(attention_chunks(depth, batch.exit), device)
     return {
         "input_ids": on_device(ids)[None],
         "position_ids": on_device(depth)[None],
@@ -61,18 +62,27 @@ def model_inputs(batch: MicroBatch, device: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedTree:
-    """`batches.AttentionChunks` on the device. C stretches of c queries, K keys each."""
+class _Group:
+    """`chunks.Stretches` on the device: C stretches of c queries, K keys each."""
 
+    index: torch.Tensor  # (C,) long
     key_index: torch.Tensor  # (C * K,) long
     mask: torch.Tensor  # (C, 1, c, K) bool
 
-    @classmethod
-    def of(cls, chunks: AttentionChunks, device: torch.device) -> ChunkedTree:
-        return cls(
-            torch.from_numpy(chunks.key_index).reshape(-1).to(device),
-            torch.from_numpy(chunks.mask)[:, None].to(device),
-        )
+
+class ChunkedTree:
+    def __init__(self, chunks: AttentionChunks, device: Any) -> None:
+        self._size = chunks.size
+        self._groups = [
+            _Group(
+                torch.from_numpy(group.index).to(device),
+                torch.from_numpy(group.key_index).reshape(-1).to(device),
+                torch.from_numpy(group.mask)[:, None].to(device),
+            )
+            for group in chunks.groups
+        ]
+        self._back = torch.cat([group.index for group in self._groups]).argsort()
+        self._added: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -80,21 +90,44 @@ class ChunkedTree:
         num_heads, num_tokens, width = query.shape[1:]
         key_heads = key.shape[1]
         sharing = num_heads // key_heads  # queries that read the same key head are stacked: no key is copied
-        num_chunks, _, size, num_keys = self.mask.shape
+        size, num_chunks = self._size, len(self._back)
         filled = functional.pad(query[0], (0, 0, 0, num_chunks * size - num_tokens))
         queries = filled.view(key_heads, sharing, num_chunks, size, width).permute(2, 0, 1, 3, 4)
         queries = queries.reshape(num_chunks, key_heads, sharing * size, width)
-
-        def gather(x: torch.Tensor) -> torch.Tensor:
-            found = x[0].index_select(1, self.key_index)
-            return found.view(key_heads, num_chunks, num_keys, x.shape[-1]).transpose(0, 1)
-
-        mask = self.mask.repeat(1, 1, sharing, 1)
-        found = functional.scaled_dot_product_attention(
-            queries, gather(key), gather(value), attn_mask=mask, scale=scaling
+        found = torch.cat(
+            [
+                functional.scaled_dot_product_attention(
+                    queries.index_select(0, group.index),
+                    _gathered(key, group),
+                    _gathered(value, group),
+                    attn_mask=added,
+                    scale=scaling,
+                )
+                for group, added in zip(self._groups, self._masks(sharing, query.dtype), strict=True)
+            ]
         )
+        found = found.index_select(0, self._back)
         found = found.view(num_chunks, key_heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
         return found.reshape(1, num_chunks * size, num_heads, -1)[:, :num_tokens]
+
+    def _masks(self, sharing: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What is added to the scores, (C, 1, sharing * c, K) for each group: made once, since every layer
+        would keep one of its own for the backward pass."""
+        if (sharing, dtype) not in self._added:
+            self._added[sharing, dtype] = [
+                torch.zeros(group.mask.shape, dtype=dtype, device=group.mask.device)
+                .masked_fill_(~group.mask, float("-inf"))
+                .repeat(1, 1, sharing, 1)
+                for group in self._groups
+            ]
+        return self._added[sharing, dtype]
+
+
+def _gathered(x: torch.Tensor, group: _Group) -> torch.Tensor:
+    """(1, key heads, N, D) -> (C, key heads, K, D)."""
+    num_chunks, _, _, num_keys = group.mask.shape
+    found = x[0].index_select(1, group.key_index)
+    return found.view(x.shape[1], num_chunks, num_keys, x.shape[-1]).transpose(0, 1)
 
 
 def register() -> None:

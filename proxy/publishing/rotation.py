@@ -15,7 +15,7 @@ from dataclasses import replace
 from ...engine.client import EngineGoneError
 from ...errors import EngineError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
-from ...store.policies import policy_names, versions_with_status
+from ...store.policies import WAITING, policy_names, versions_with_status
 from ..live.policies import BASE_VERSION, adapter_name
 from .arrival import Arrived, CantHoldError, Seen, Target, bring, look, rows_by_kind
 from .place import Handle, Place, verdict_of
@@ -142,14 +142,15 @@ class Rotation:
 
     async def _target(self, needs: Callable[[str, int], bool]) -> Target:
         """What is live in the log, and those of the older adapters that are still needed."""
-        rows = await self._log.read(
-            lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.DRAINING)
-        )
+        # One that a person has asked for is a candidate again; its episodes are pinned to it all the same.
+        held = (VersionStatus.LIVE, VersionStatus.DRAINING, *WAITING)
+        rows = await self._log.read(lambda conn: versions_with_status(conn, *held))
         live = [row for row in rows if row.status is VersionStatus.LIVE]
         older = tuple(
             row
             for row in rows
-            if row.status is VersionStatus.DRAINING
+            if row.status is not VersionStatus.LIVE
+            and row.live_at_ms is not None
             and row.kind is WeightsKind.LORA
             and needs(row.policy, row.version)
         )

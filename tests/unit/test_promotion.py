@@ -235,6 +235,25 @@ def test_an_older_adapter_that_is_still_loaded_goes_live_at_once_and_its_episode
     run(scenario)
 
 
+def test_episodes_keep_an_older_adapter_that_was_asked_for_when_the_engine_restarts(world: World) -> None:
+    async def scenario() -> None:
+        for version in (1, 2):
+            world.candidate(version, float(version), version - 1.0, LORA, parent=version - 1)
+            await world.steps()
+            world.live.resolve("policy", f"e{version}")
+        world.ask(1)
+        world.engine.is_up = False
+        await world.steps()
+        world.engine.restart()
+        await world.publisher.rotation.look()
+        await world.publisher._place.fleet.release()
+        assert world.live.resolve("policy", "e1").version == 1
+        assert world.live.resolve("policy", "e2").version == 2
+        assert set(world.engine.adapters) == {"policy@1", "policy@2"}
+
+    run(scenario)
+
+
 def test_an_older_adapter_that_fails_its_probe_is_taken_from_its_episodes(world: World) -> None:
     async def scenario() -> None:
         world.candidate(1, 1.0, 0.0, LORA, parent=0)

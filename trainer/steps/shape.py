@@ -75,6 +75,8 @@ def _tree_gives_the_same(body: Any) -> bool:
 
     Sinks, biases by distance, recurrent layers, attention that is no attention interface: all differ here.
     """
+    if body.device.type == "meta":  # a rank that gets its weights from another one, which has tried
+        return True
     ids = [min(3 + i, int(body.config.get_text_config().vocab_size) - 1) for i in range(9)]
     asked = [
         Transition(name, 0, token_ids(prompt), token_ids([0]), logprobs([0.0]), 1.0, 0.0, 0.0)
@@ -93,8 +95,8 @@ def _tree_gives_the_same(body: Any) -> bool:
             by_choice = dict(zip(batch.choices, batch.terms.position.tolist(), strict=True))
             flat = hidden.reshape(-1, hidden.shape[-1]).float()
             found.append(torch.stack([flat[by_choice[name, 0]] for name in ("a", "b")]))
-    apart = (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
-    return bool((apart < _APART).all())
+    apart, whole = (found[0] - found[1]).norm(dim=-1), found[1].norm(dim=-1)
+    return bool((apart <= _APART * whole).all())
 
 
 @contextmanager

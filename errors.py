@@ -7,7 +7,8 @@
     │   ├── UnknownCallError       no such call in the log
     │   ├── NothingToTrainError    no rewarded episodes, no variance, everything excluded
     │   ├── OvertakenError         a run's version serves nobody any more: somebody wants another one
-    │   └── ModelMismatchError     a tokenizer or model that does not fit the engine or the log
+    │   ├── ModelMismatchError     a tokenizer or model that does not fit the engine or the log
+    │   └── RankLostError          another process of a training run has ended, or does not answer
     ├── StoreError                 the database can't be opened, written or understood
     │   └── SchemaError            its schema is older or newer than this program
     └── EngineError                the engine is unreachable, lacks something, or refused
@@ -52,6 +53,10 @@ class OvertakenError(UserError):
 
 class ModelMismatchError(UserError):
     """The model or its tokenizer is not the one that the log was recorded with."""
+
+
+class RankLostError(UserError):
+    """This process is one of several of a training run, and another one has ended or does not answer."""
 
 
 class StoreError(LightningError):

@@ -419,6 +419,16 @@ class TrainSettings(_Layered):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
+    processes: int | None = Field(
+        None, ge=1, description="Processes to train with, one a GPU; started through accelerate."
+    )
+    accelerate: Path | None = Field(
+        None,
+        description="Configuration file of accelerate: how the processes share the model (docs/scaling.md).",
+    )
+    rank_timeout_sec: float = Field(
+        600, gt=0, description="How long a process waits for the others where they compute together."
+    )
     seed: int = Field(0, description="Seed of adapter initialisation.")
     report_to: Annotated[list[str], NoDecode, BeforeValidator(_listed)] = Field(
         default_factory=list,

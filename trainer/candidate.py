@@ -137,7 +137,15 @@ class Handover:
             raise
         add_candidate(conn, version)
 
-    def save(self, model: Any, probe: tuple[ProbeSequence, ...], *, after: int, step: int) -> PolicyVersion:
+    def save(
+        self,
+        model: Any,
+        probe: tuple[ProbeSequence, ...],
+        *,
+        after: int,
+        step: int,
+        gathered: dict[str, Any] | None = None,
+    ) -> PolicyVersion:
         """Write the next version's folder; its row is the caller's, in one transaction with the step's."""
         with self._database.read() as conn:
             number = max(next_version(conn, self._settings.policy), after + 1)
@@ -146,6 +154,7 @@ class Handover:
             self._folder / f"{number:05d}",
             base_model=self._settings.model,
             kind=WeightsKind(self._settings.weights),
+            gathered=gathered,
         )
         self._unpublished.append(saved.path)
         return PolicyVersion(

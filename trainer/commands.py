@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -98,6 +98,15 @@ def train(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes to train with, one a GPU (started through accelerate).")
+    ] = None,
+    accelerate: Annotated[
+        Path | None, typer.Option(help="accelerate's configuration file: DDP, FSDP2 (configs/accelerate/).")
+    ] = None,
+    rank_timeout_sec: Annotated[
+        float | None, typer.Option(help="How long processes wait for each other in a step.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of adapter initialisation.")] = None,
     manifests: Annotated[
         Path | None,
@@ -153,6 +162,8 @@ def train(
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _require_extra()
     settings = (TrainSettings if resume is None else ResumeSettings).load(config, **flags)
+    if _in_other_processes(settings, resume):
+        return
     from ..store.commands.tables import count_words
     from .loop import train as run
     from .process import INTERRUPTED
@@ -175,6 +186,57 @@ def train(
         typer.echo(f"{summary.status}: {trained}, version {summary.version}, {summary.folder}")
     if summary.status == "stopped":
         raise typer.Exit(INTERRUPTED)
+
+
+def _in_other_processes(settings: TrainSettings, resume: str | None) -> bool:
+    """True when the run was in processes that this one has started."""
+    import sys
+
+    from . import launch
+
+    if not launch.is_launched():
+        code = launch.launch(_of_the_run(settings, resume), sys.argv[1:])
+        if code:
+            raise typer.Exit(code)
+        return code is not None
+    if launch.is_follower():
+        _follow(settings)
+    return False
+
+
+def _follow(settings: TrainSettings) -> NoReturn:
+    """All that a rank does which is not the first."""
+    import os
+    import sys
+
+    from ..errors import RankLostError, UserError
+    from .launch import LOST
+    from .steps.step_trainer import follow
+
+    try:
+        follow(settings)
+    except RankLostError:  # said by the one that was lost, or by the leader
+        raise typer.Exit(LOST) from None
+    except UserError as error:
+        raise UserError(f"rank {os.environ['RANK']}: {error}") from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to hand over; see Ranks.leave
+
+
+def _of_the_run(settings: TrainSettings, resume: str | None) -> TrainSettings:
+    """A run that goes on does so in as many processes as it had."""
+    if resume is None:
+        return settings
+    from ..store.database import Database
+    from .resume import find, settings_of
+
+    database = Database.open(settings.db, must_exist=not settings.watch)
+    try:
+        run = find(database, resume, settings)
+        return settings if run is None else settings_of(run, settings)
+    finally:
+        database.close()
 
 
 def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> None:

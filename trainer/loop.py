@@ -19,6 +19,7 @@ from ..store.database import Database
 from ..store.policies import WAITING, live_version, versions
 from ..store.run_owners import Owner, give_up, hold, latest_run, publishing_run, take
 from ..store.runs import create_run, end_run, steps_of
+from .launch import require_supported
 from .owner import Ownership, lives, this_process, where
 from .place import RunPlace
 from .planning.planner import plan_settings
@@ -103,6 +104,7 @@ class TrainingRun:
     def run(self, *, as_json: bool) -> RunSummary:
         if self._resumed is None and not self._settings.watch:
             self._plans.require_something()
+        require_supported(has_critic=self._plans.planner.reads_values)
         on_gpu = models.use_device(self._settings)
         tokenizer = models.load_tokenizer(self._settings.model)
         place, owner = self._place, this_process()
@@ -182,6 +184,8 @@ class TrainingRun:
         """With whole paths: a run is resumed from anywhere."""
         settings, written = self._settings, self._plans.written
         paths = {name: str(getattr(settings, name).resolve()) for name in ("model", "output")}
+        if settings.accelerate is not None:
+            paths["accelerate"] = str(settings.accelerate.resolve())
         stored = settings.model_dump(mode="json", exclude={"db"}) | paths
         if written is None:
             return stored

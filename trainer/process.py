@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from importlib.metadata import version as installed_version
 from typing import Any
 
+from ..errors import RankLostError
+from .launch import LAUNCHED, RANK_LOST, num_ranks
+
 INTERRUPTED = 130
 """Exit status of a run that a signal has ended."""
 
@@ -23,13 +26,17 @@ def environment(on_gpu: bool) -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": "cuda" if on_gpu else "cpu",
+        "processes": str(num_ranks()),
     }
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
     """SIGINT and SIGTERM raise KeyboardInterrupt; the second of them ends the process at once, as a crash
-    would. Signals reach only the main thread."""
+    would. In a rank that we have launched, SIGTERM says that another one has ended.
+
+    Signals reach only the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,6 +47,8 @@ def signals_interrupt() -> Iterator[None]:
         if seen:
             os._exit(INTERRUPTED)
         seen = True
+        if number == signal.SIGTERM and LAUNCHED in os.environ:
+            raise RankLostError(RANK_LOST)
         raise KeyboardInterrupt
 
     had = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -32,8 +32,10 @@ LATEST = "latest"
 
 HARMLESS = frozenset(
     {"db", "output", "watch", "publish_timeout_sec", "keep_versions", "progress", "report_to"}
+    | {"processes", "accelerate", "rank_timeout_sec"}
 )
-"""Settings that change no digit of what is trained. `max_steps` joins them where no schedule counts to it."""
+"""Settings that change no digit of what is trained (another number of processes sums in another order, and is
+told). `max_steps` joins them where no schedule counts to it."""
 
 
 @dataclass(frozen=True, slots=True)

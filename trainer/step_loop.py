@@ -135,14 +135,15 @@ class StepLoop:
             self._finish_empty(plan, self._teach(planned, line))
             return
         probe = Probe.before_step(self._trainer, trained, self._max_tokens)
-        batches = cheapest_batches(trained, self._max_tokens, self._shape)
+        batches = cheapest_batches(trained, self._max_tokens, self._shape, self._trainer.num_ranks)
+        share = self._trainer.share(batches)
         self._trainer.on_micro_batch = partial(self._report.doing, f"step {line.step}")
         started = time.monotonic()
         mode = correction_of(self._settings, plan.manifest, planned.groups)
         if mode != "off":
-            batches = self._trainer.corrected(batches, mode, self._settings.correction_cap)
+            share = self._trainer.corrected(share, mode, self._settings.correction_cap)
         for epoch in range(self._settings.epochs):
-            yield batches
+            yield share
             require_finite(self._trainer.metrics, line.step)
             if epoch == 0:
                 line = measured(line, self._trainer.metrics, len(batches))
@@ -193,8 +194,11 @@ class StepLoop:
         report.doing(f"step {line.step}: saving")
         started = time.monotonic()
         moved = probe.after_step(self._trainer)
-        version = self._handover.save(self._trainer.model, moved, after=place.version, step=line.step)
-        self._save_checkpoint(line.step)
+        gathered = self._trainer.gathered()
+        version = self._handover.save(
+            self._trainer.model, moved, after=place.version, step=line.step, gathered=gathered
+        )
+        self._save_checkpoint(line.step, gathered)
         line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
         line = replace(line, seconds=time.monotonic() - began)
         with self._database.write() as conn:
@@ -218,7 +222,7 @@ class StepLoop:
         name = f"step {version.step}: version {version.version}"
         self._handover.await_verdict(version, lambda status: self._report.doing(f"{name} is {status}"))
 
-    def _save_checkpoint(self, step: int) -> None:
+    def _save_checkpoint(self, step: int, gathered: dict[str, Any] | None = None) -> None:
         """Before the step is called finished: whatever happens then, there is one to go on from."""
 
         def write(folder: Path) -> None:
@@ -226,7 +230,9 @@ class StepLoop:
             if self._critic is not None:
                 self._critic.save(folder)
             if self._settings.weights == "lora":
-                write_adapter(self._trainer.model, folder / checkpoint.ADAPTER, self._settings.model)
+                write_adapter(
+                    self._trainer.model, folder / checkpoint.ADAPTER, self._settings.model, gathered
+                )
 
         checkpoint.save(self._place.folder, self._place.run_id, step, write)
 

@@ -39,17 +39,24 @@ class SavedVersion:
     checksum: str  # "sha256:…" over the weights files in the order of their names
 
 
-def save_version(model: Any, folder: Path, *, base_model: Path, kind: WeightsKind) -> SavedVersion:
-    """Write the weights to `folder`, which must not exist yet."""
+def save_version(
+    model: Any,
+    folder: Path,
+    *,
+    base_model: Path,
+    kind: WeightsKind,
+    gathered: dict[str, Any] | None = None,
+) -> SavedVersion:
+    """Write the weights to `folder`, which must not exist yet. `gathered`: those of a sharded model."""
     folder = folder.resolve()
     if folder.exists():
         raise UserError(f"{folder} exists already; versions are never overwritten: use another --output")
     try:
         with whole_folder(folder) as partial:
             if kind is WeightsKind.LORA:
-                write_adapter(model, partial, base_model)
+                write_adapter(model, partial, base_model, gathered)
             else:
-                _write_full(model, partial, base_model)
+                _write_full(model, partial, base_model, gathered)
             checksum = checksum_of(partial)
     except OSError as error:
         raise UserError(f"can't write version folder {folder}: {error.strerror or error}") from None
@@ -79,15 +86,21 @@ def keep_newest(folders: Iterable[Path], keep: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_adapter(model: Any, folder: Path, base_model: Path) -> None:
+def write_adapter(model: Any, folder: Path, base_model: Path, gathered: dict[str, Any] | None = None) -> None:
     """As vLLM and peft load it."""
     model.peft_config["default"].base_model_name_or_path = str(base_model.resolve())
-    model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
+    model.save_pretrained(
+        str(folder), selected_adapters=["default"], save_embedding_layers=False, **_state(gathered)
+    )
     (folder / "README.md").unlink(missing_ok=True)  # peft's model card template
 
 
-def _write_full(model: Any, folder: Path, base_model: Path) -> None:
-    model.save_pretrained(str(folder))
+def _write_full(model: Any, folder: Path, base_model: Path, gathered: dict[str, Any] | None) -> None:
+    model.save_pretrained(str(folder), **_state(gathered))
     for pattern in _TOKENIZER_FILES:  # byte by byte: what the engine tokenizes with must not change
         for file in base_model.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+
+
+def _state(gathered: dict[str, Any] | None) -> dict[str, Any]:
+    return {} if gathered is None else {"state_dict": gathered}

@@ -9,7 +9,7 @@ from fakes import tiny_models
 from fakes.episodes import transition
 
 from lightning_rl.records import Transition
-from lightning_rl.trainer.batches.packing import ModelShape, cheapest_batches, cost
+from lightning_rl.trainer.batches.packing import ModelShape, cheapest_batches, cost, dealt, num_rounds
 from lightning_rl.trainer.batches.rows import RowsBatch, merged_batches
 from lightning_rl.trainer.batches.tree import TreeBatch, tree_batches
 from lightning_rl.trainer.steps.shape import shape_of
@@ -77,3 +77,38 @@ def test_the_shape_of_a_model(make) -> None:
 
 def test_nothing_makes_no_batches() -> None:
     assert list(cheapest_batches([], 100, LARGE)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("max_tokens", [300, 700, 4096])
+def test_ranks_get_equal_numbers_and_every_call_once(num_ranks: int, max_tokens: int) -> None:
+    made = [*siblings(7, 200, 30), *(transition(f"x{i}", [i, 1, 2], [3]) for i in range(3))]
+    batches = cheapest_batches(made, max_tokens, LARGE, num_ranks)
+    alone = cheapest_batches(made, max_tokens, LARGE)
+    assert num_rounds(len(batches), num_ranks) <= num_rounds(len(alone), num_ranks)
+    parts = dealt(batches, LARGE, num_ranks)
+    assert {len(part) for part in parts} == {num_rounds(len(batches), num_ranks)}
+    of_calls = [batch for part in parts for batch in part if batch.call_tokens]
+    assert len(of_calls) == len(batches)
+    assert sorted(choice for batch in of_calls for choice in batch.choices) == sorted(
+        (t.call_id, 0) for t in made
+    )
+
+
+def test_work_is_dealt_out_evenly() -> None:
+    """One micro-batch for one rank is two halves for two."""
+    made = [transition(str(i), [i, *range(20, 60)], [1, 2]) for i in range(8)]
+    batches = cheapest_batches(made, 4096, LARGE, 2)
+    costs = [sum(cost(batch, LARGE) for batch in part) for part in dealt(batches, LARGE, 2)]
+    assert max(costs) <= 1.2 * min(costs)
+    assert len(cheapest_batches(made, 4096, LARGE)) == 1
+
+
+def test_a_rank_without_calls_computes_one_token_of_no_weight() -> None:
+    (batch,) = cheapest_batches([transition("a", [1, 2], [3])], 100, LARGE, 2)
+    (first,), (second,) = dealt([batch], LARGE, 2)
+    assert first is batch
+    assert isinstance(second, RowsBatch)
+    assert (second.input_ids.size, second.call_tokens) == (1, 0)
+    assert not second.terms.advantage.any()
+    assert not second.terms.multiplier.any()

@@ -20,6 +20,8 @@ def measure(
     objective: Objective,
 ) -> None:
     """Add the micro-batch's figures; `logps` and `entropies` are (M,), one per loss term."""
+    if batch.call_tokens == 0:  # without weight (packing.dealt)
+        return
     terms = batch.terms
     gap = (logps - on_device(terms.behavior_logprob, logps.device)).abs()
     metrics.num_tokens += len(terms)

@@ -19,6 +19,7 @@ from ...errors import ModelMismatchError, UserError
 from ...records import Fingerprint, PolicyVersion, Transition, WeightsKind
 from ...settings import TrainSettings
 from ..batches.packing import ModelShape
+from ..launch import is_set
 
 if TYPE_CHECKING:
     from .critic import Critic
@@ -171,7 +172,7 @@ def use_device(settings: TrainSettings) -> bool:
         raise UserError(
             "device = cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch"
         )
-    return available and settings.device != "cpu"
+    return available and settings.device != "cpu" and not is_set("ACCELERATE_USE_CPU")
 
 
 def load_model(settings: TrainSettings, start: StartWeights) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -75,31 +75,49 @@ def add_scoring_head(model: Any, project: Project, *, holds_logits: bool = True)
     `holds_logits` False: `project` always computes them, and entropies have a gradient, too.
 
     A patched forward rather than a function beside it, so that DDP and FSDP wrappers see the whole
-    computation.
+    computation; and the head computes inside its own forward, where FSDP has put its weights together.
     """
     original = model.forward
     text = model.config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
     scale = _logit_scale(text)
+    head = model.get_output_embeddings()
+    _compute_inside(head)
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, scored: HeadRows | None = None, **kwargs: Any) -> Any:
         if scored is None:
             return original(*args, **kwargs)
         hidden = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state
-        head = self.get_output_embeddings()
         rows = hidden.reshape(-1, hidden.shape[-1])[on_device(scored.position, hidden.device)]
         targets = on_device(scored.target, hidden.device)
-        found = []
-        for start, end, temperature in _runs(scored.temperature):
-            part = (rows[start:end], targets[start:end])
-            if holds_logits and _can_hold(part[0], head, softcap):
-                found.append(HeldHead.apply(part[0], head.weight, part[1], scale / temperature))
-            else:
-                found.append(project(*part, head, temperature=temperature, softcap=softcap, scale=scale))
-        return torch.cat([logps for logps, _ in found]), torch.cat([entropies for _, entropies in found])
+
+        def scores(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = []
+            for start, end, temperature in _runs(scored.temperature):
+                part = (rows[start:end], targets[start:end])
+                if holds_logits and _can_hold(part[0], head, softcap):
+                    found.append(HeldHead.apply(part[0], head.weight, part[1], scale / temperature))
+                else:
+                    found.append(project(*part, head, temperature=temperature, softcap=softcap, scale=scale))
+            return torch.cat([logps for logps, _ in found]), torch.cat([entropies for _, entropies in found])
+
+        return head(rows, instead=scores)
 
     model.forward = types.MethodType(forward, model)
+
+
+def _compute_inside(head: Any) -> None:
+    """`head(rows, instead=f)` is f(rows), computed where a wrapper expects the head's forward."""
+    original = head.forward
+
+    @functools.wraps(type(head).forward)
+    def forward(
+        self: Any, rows: torch.Tensor, *, instead: Callable[[torch.Tensor], Any] | None = None
+    ) -> Any:
+        return original(rows) if instead is None else instead(rows)
+
+    head.forward = types.MethodType(forward, head)
 
 
 def _can_hold(rows: torch.Tensor, head: Any, softcap: float | None) -> bool:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import UserError
+from ...errors import LightningError, RankLostError, UserError
 from ...records import Group, Logprobs, StepManifest, TokenIds
 from ...settings import TrainSettings
 from ..batches.packing import MicroBatch, ModelShape
+from ..launch import RANK_LOST, is_follower, num_ranks
 from ..report import StepLine
 from . import models
 from .metrics import StepMetrics
@@ -23,18 +24,40 @@ from .schedule import Schedule
 class StepTrainer(Protocol):
     """What the loop needs of trl_bridge.RecordedTrainer."""
 
-    model: Any
-    shape: ModelShape
     steps: Iterable[Sequence[MicroBatch]]
-    metrics: StepMetrics
     on_micro_batch: Callable[[int, int], None]
+    num_ranks: int
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def metrics(self) -> StepMetrics: ...
 
     def train(self) -> Any: ...
     def log_figures(self, figures: Mapping[str, float]) -> None: ...
     def save_state(self, folder: Path) -> None: ...
     def load_state(self, folder: Path) -> None: ...
+    def share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """What this process computes of a step; the rest goes to the others."""
+        ...
+
     def corrected(self, batches: Sequence[MicroBatch], mode: Correction, cap: float) -> list[MicroBatch]: ...
     def sequence_logprobs(self, sequences: Sequence[TokenIds], max_tokens: int) -> list[Logprobs]: ...
+    def gathered(self) -> dict[str, Any] | None:
+        """The trained weights, made whole; None where the model has them all."""
+        ...
+
+
+class RankTrainer(StepTrainer, Protocol):
+    """One process's own, beside others."""
+
+    combined: Callable[[StepMetrics], StepMetrics]
+
+    def save_state(self, folder: Path | None) -> None:
+        """None: take part in it, and write nothing."""
+        ...
 
 
 def objective_of(settings: TrainSettings) -> Objective:
@@ -77,6 +100,43 @@ def lags_behind(manifest: StepManifest, groups: Sequence[Group]) -> bool:
 def build_trainer(
     settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
 ) -> StepTrainer:
+    """Of a run of one process, or of the leader of several (ranks.py)."""
+    if num_ranks() == 1:
+        return _own_trainer(settings, start, tokenizer, folder, on_gpu)
+    from .ranks import Begin, LeadingTrainer, Ranks
+
+    ranks = Ranks.joined(settings, on_gpu)
+    ranks.tell_all(Begin(settings, start, folder))
+    return LeadingTrainer(_own_trainer(settings, start, tokenizer, folder, on_gpu), ranks)
+
+
+def follow(given: TrainSettings) -> None:
+    """A whole run of every rank but the first. `given` on the command line; the leader knows the run's."""
+    from .ranks import Begin, Ranks, follow, followers_signals
+
+    with followers_signals() as told, models.one_line_for_full_memory():
+        try:
+            on_gpu = models.use_device(given)
+            ranks = Ranks.joined(given, on_gpu)
+            begin = ranks.hear()
+            assert isinstance(begin, Begin), "the first command"
+            tokenizer = models.load_tokenizer(begin.settings.model)
+            follow(_own_trainer(begin.settings, begin.start, tokenizer, begin.folder, on_gpu), ranks)
+        except RankLostError:
+            raise
+        except LightningError as error:
+            # The leader has often met the same mistake, and has said so.
+            if told.wait(_LEADER_SPEAKS_SEC):
+                raise RankLostError(RANK_LOST) from error
+            raise
+
+
+_LEADER_SPEAKS_SEC = 3.0
+
+
+def _own_trainer(
+    settings: TrainSettings, start: models.StartWeights, tokenizer: Any, folder: Path, on_gpu: bool
+) -> RankTrainer:
     from .trl_bridge import BridgeSettings, RecordedTrainer
 
     bridge = BridgeSettings(
@@ -89,13 +149,13 @@ def build_trainer(
         on_gpu=on_gpu,
         bfloat16=settings.dtype == "bfloat16",
         attention=settings.attention,
-        report_to=tuple(settings.report_to),
+        report_to=() if is_follower() else tuple(settings.report_to),
         gradient_checkpointing=settings.gradient_checkpointing == "on"
         or (settings.gradient_checkpointing == "auto" and on_gpu),
         served_as_bfloat16=served_as_bfloat16(settings, on_gpu),
     )
     reference = models.load_reference(settings) if settings.kl_weight else None
-    trainer: StepTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge, reference)
+    trainer: RankTrainer = RecordedTrainer(models.load_model(settings, start), tokenizer, bridge, reference)
     return trainer
 
 

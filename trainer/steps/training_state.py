@@ -2,6 +2,8 @@
 of its steps and the states of every source of random numbers.
 
 Weights are kept at the precision in which they are trained. What is not trained is in the model's own folder.
+Where weights are sharded, so is the optimizer's state; the file holds them whole, as one process would have
+them, and every rank takes part in saving and in loading.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 
 from ...errors import UserError
+from .sharding import like, whole
 
 _FILE = "state.pt"
 
@@ -27,15 +30,18 @@ class Trainable(Protocol):
     state: Any  # transformers' TrainerState, of which `global_step` counts optimizer steps
 
 
-def save_state(trainer: Trainable, folder: Path) -> None:
+def save_state(trainer: Trainable, folder: Path | None) -> None:
+    """`folder` None: take part, and write nothing."""
+    keep = folder is not None
     state = {
-        "weights": {name: weight.detach() for name, weight in _trained(trainer).items()},
-        "optimizer": trainer.optimizer.state_dict(),
+        "weights": {name: whole(weight.detach(), keep) for name, weight in _trained(trainer).items()},
+        "optimizer": _whole_optimizer(trainer.optimizer.state_dict(), keep),
         "schedule": trainer.lr_scheduler.state_dict(),
         "optimizer_steps": trainer.state.global_step,
         "random": _random_states(),
     }
-    torch.save(state, folder / _FILE)
+    if folder is not None:
+        torch.save(state, folder / _FILE)
 
 
 def load_state(trainer: Trainable, folder: Path) -> None:
@@ -51,8 +57,8 @@ def load_state(trainer: Trainable, folder: Path) -> None:
                 found = state["weights"][name]
                 if (found.shape, found.dtype) != (weight.shape, weight.dtype):
                     raise ValueError(f"{name} is {tuple(found.shape)} in {found.dtype}")
-                weight.copy_(found)
-        trainer.optimizer.load_state_dict(state["optimizer"])
+                weight.copy_(like(found, weight))
+        trainer.optimizer.load_state_dict(_optimizer_like(state["optimizer"], trainer.optimizer))
         trainer.lr_scheduler.load_state_dict(state["schedule"])
         trainer.state.global_step = state["optimizer_steps"]
         _set_random_states(state["random"])
@@ -65,6 +71,29 @@ def _trained(trainer: Trainable) -> dict[str, Any]:
     """By name; a LoRA run's critic has an adapter on the same model, and an optimizer of its own."""
     ours = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     return {name: weight for name, weight in trainer.model.named_parameters() if id(weight) in ours}
+
+
+def _whole_optimizer(state: dict[str, Any], keep: bool) -> dict[str, Any]:
+    found = {
+        number: {name: whole(value, keep) for name, value in of_one.items()}
+        for number, of_one in state["state"].items()
+    }
+    return {**state, "state": found}
+
+
+def _optimizer_like(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Its tensors are laid out as the weights that they are of; counts are no one's in particular."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    found = {
+        number: {
+            name: like(value, weights[number])
+            if torch.is_tensor(value) and value.shape == weights[number].shape
+            else value
+            for name, value in of_one.items()
+        }
+        for number, of_one in state["state"].items()
+    }
+    return {**state, "state": found}
 
 
 def _random_states() -> dict[str, Any]:

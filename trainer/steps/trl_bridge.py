@@ -54,6 +54,7 @@ from .rounding import RoundingWatch
 from .schedule import Schedule
 from .scoring import add_scoring_head, on_device
 from .shape import Asked, shape_of
+from .sharding import is_sharded, sharding_on_cpu, whole_state
 
 _VOCABULARY_CHUNK = 32768
 _LOGGED = ("loss", "grad_norm", "learning_rate")  # of what transformers says of each optimizer step
@@ -105,20 +106,27 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
         # Entropies that are read are cheaper than those that a gradient goes through.
         holds = settings.objective.entropy_weight == 0.0
         add_scoring_head(self.model.get_base_model() if adapted else self.model, _project, holds_logits=holds)
+        self._dtypes = {name: weight.dtype for name, weight in self.model.named_parameters()}
         self._reference = reference
         if reference is not None:
-            add_scoring_head(reference, _project)
+            add_scoring_head(reference.to(self.args.device), _project)
         assert reference is not None or adapted or not settings.objective.kl_weight, (
             "nothing to stay close to"
         )
         self.steps: Iterable[Sequence[MicroBatch]] = ()
         self.metrics = StepMetrics()
+        self.num_ranks = 1  # those that are led from here; a rank knows nothing of the others
+        self.combined: Callable[[StepMetrics], StepMetrics] = lambda own: own  # the metrics of all ranks
         served = settings.served_as_bfloat16
         self.add_callback(RoundingWatch(lambda: self.metrics, served_as_bfloat16=served))
         self.on_micro_batch: Callable[[int, int], None] = lambda done, total: None
         self._current: MicroBatch | None = None
         self._old_logps: Any = None  # (B, C), the tensor that the loss is about to read
         self._scored: tuple[torch.Tensor, torch.Tensor] | None = None  # (M,) logprobs and entropies
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with sharding_on_cpu():
+            super().create_accelerator_and_postprocess()
 
     # (a) where batches come from
 
@@ -167,14 +175,17 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._current = micro_batch
                 read = loss_inputs(micro_batch, self.args.device, self._objective)
                 self._old_logps = read["old_per_token_logps"]
-                loss = self.compute_loss(model, read) + self._added(micro_batch)
+                with _no_gathering(self.accelerator):
+                    loss = self.compute_loss(model, read)
+                loss = loss + self._added(micro_batch)
                 self.accelerator.backward(loss)
             total += loss.detach()
             self.on_micro_batch(number, len(micro_batches))
         self._current = self._old_logps = self._scored = None
-        self.metrics.loss = float(total)
+        self.metrics.loss = float(total) / self.accelerator.num_processes
         if self.lr_scheduler is not None:
             self.metrics.learning_rate = float(self._get_learning_rate())
+        self.metrics = self.combined(self.metrics)
         return total
 
     def _added(self, batch: MicroBatch) -> torch.Tensor | float:
@@ -214,6 +225,12 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             found.append(replace(batch, terms=terms))
         return found
 
+    def share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return batches
+
+    def gathered(self) -> dict[str, torch.Tensor] | None:
+        return whole_state(self.model, self._dtypes) if is_sharded(self.model) else None
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """transformers' own would count to `num_training_steps`, which a run's loader does not know."""
         self.lr_scheduler = self._schedule.scheduler(self.optimizer if optimizer is None else optimizer)
@@ -236,7 +253,7 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # what the run asks for beside steps
 
-    def save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path | None) -> None:
         training_state.save_state(self, folder)
 
     def load_state(self, folder: Path) -> None:
@@ -272,6 +289,20 @@ _LOSS_TYPES = {"clip": "dapo", "gspo": "dapo", "cispo": "cispo", "sapo": "sapo"}
 """TRL's names. `dapo` and `cispo` divide by a number that we hand over, `sapo` by rows (loss_inputs.py)."""
 
 
+@contextlib.contextmanager
+def _no_gathering(accelerator: Any) -> Iterator[None]:
+    """TRL's loss gathers figures of every micro-batch over ranks, as if all were of one shape. Ours are
+    summed once a step."""
+    names = ("gather", "gather_for_metrics", "reduce")
+    for name in names:
+        setattr(accelerator, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
 def _no_reward(**kwargs: Any) -> list[float]:
     raise AssertionError("rewards come from the log")
 
@@ -298,6 +329,7 @@ def _grpo_config(settings: BridgeSettings) -> Any:
         max_grad_norm=settings.max_grad_norm,
         disable_dropout=True,
         gradient_checkpointing=settings.gradient_checkpointing,
+        ddp_find_unused_parameters=False,
         bf16=settings.bfloat16 and settings.on_gpu,
         use_cpu=not settings.on_gpu,
         seed=settings.seed,

@@ -116,11 +116,14 @@ class RewardTarget(StrEnum):
 
 
 class VersionStatus(StrEnum):
-    """candidate -> loading -> probing -> live -> draining -> retired, or rejected on the way."""
+    """candidate -> loading -> probing (-> evaluating) (-> canary) -> live -> draining -> retired, or rejected
+    on the way."""
 
     CANDIDATE = "candidate"
     LOADING = "loading"
     PROBING = "probing"
+    EVALUATING = "evaluating"  # a command of the operator's looks at it; it serves nobody else
+    CANARY = "canary"  # it serves a share of the episodes that begin
     LIVE = "live"
     DRAINING = "draining"
     RETIRED = "retired"
@@ -136,8 +139,9 @@ class WeightsKind(StrEnum):
 class Attribution:
     """Who is calling: what the address of one request says.
 
-    `rule` names the mark that won (`path`, `header`, `alias:X-Session-Id`, `key`, `body`, `none`); `conflict`
-    says which weaker mark named another episode, or is None.
+    `rule` names the mark that won (`path`, `header`, `alias:X-Session-Id`, `key`, `body`, `none`;
+    `evaluation` where an evaluation's call had none); `conflict` says which weaker mark named another
+    episode, or is None.
     """
 
     episode_id: str | None = None
@@ -147,6 +151,7 @@ class Attribution:
     tags: Mapping[str, str] = field(default_factory=dict)
     rule: str = "none"
     conflict: str | None = None
+    purpose: Purpose = Purpose.TRAIN  # of the episode, once any of its calls is for evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ one model. A field's description is what `--help` and docs/settings.md show.
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -207,6 +208,25 @@ class ProviderSettings(BaseModel):
     timeout_sec: float = Field(600, gt=0)
 
 
+class EvaluationSettings(BaseModel):
+    """`[evaluation]` of the proxy's file: the gate that a version passes before it serves."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str
+    timeout_sec: float = Field(600, gt=0)
+
+    @model_validator(mode="after")
+    def _is_a_command(self) -> Self:
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise ValueError(f"not a command line: {error}") from None
+        if not words:
+            raise ValueError("names no program")
+        return self
+
+
 class ProxySettings(_Layered):
     """What `lightning proxy serve` runs on."""
 
@@ -284,6 +304,17 @@ class ProxySettings(_Layered):
     )
     publish: bool = Field(True, description="Whether this proxy loads new policy versions into the engine.")
     publish_poll_sec: float = Field(0.25, gt=0, description="How often candidates are looked for.")
+    evaluation: EvaluationSettings | None = Field(
+        None,
+        description="`[evaluation]` with `command` (run without a shell) and `timeout_sec` (600): runs "
+        "before a version goes live; exit code 0 lets it (docs/publishing.md).",
+    )
+    hold_max_sec: float = Field(
+        600,
+        gt=0,
+        description="How long a call may be held (while full weights are exchanged and evaluated) before it "
+        "gets 503.",
+    )
     workers: int = Field(1, ge=1, le=64, description="Processes that share the port and the log.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Level of the log on stderr."

@@ -11,11 +11,12 @@ from typer.main import get_command
 
 from lightning_rl.cli import app
 from lightning_rl.records import CallKind
-from lightning_rl.settings import ProviderSettings, ProxySettings, TrainSettings
+from lightning_rl.settings import EvaluationSettings, ProviderSettings, ProxySettings, TrainSettings
 
 HERE = Path(__file__).parent
 
 _TABLES = {str: "table of strings", CallKind: "table of strings", ProviderSettings: "table of tables"}
+_TABLE = (EvaluationSettings,)
 
 
 def _type(annotation: Any) -> str:
@@ -29,7 +30,7 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is list and arguments == (str,):
         return "list of strings"
     names = [
-        argument.__name__
+        "table" if argument in _TABLE else argument.__name__
         for argument in arguments
         if isinstance(argument, type) and argument is not type(None)
     ]

@@ -10,15 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
 from ..engine.fingerprint import read_fingerprint
+from ..errors import StoreError, UnknownEpisodeError
+from ..records import PolicyVersion
 from ..settings import ProxySettings
 from ..store.append import add_fingerprint
 from ..store.database import Database
+from ..store.episodes import end_episode
 from .api import ApiContext, create_api
 from .attribution.inference import Inference
 from .attribution.keys import EpisodeKeys, holds_token, sent_keys
@@ -27,15 +31,17 @@ from .attribution.lineage import Lineage
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
+from .evaluation_door import open_door
 from .incoming import Parts
 from .live.engines import Engines
 from .live.gate import Gate
 from .live.policies import LivePolicies
 from .metrics import CallMetrics
 from .providers import ProviderFront, vendors
+from .publishing.evaluation import Door
 from .recorder import Recorder
 from .redaction import Redactor, rules_of
-from .relay import Relay
+from .relay import Keys, Relay
 from .transport.client import TOO_LARGE, Client, Message, Receive, Scope, Send
 from .transport.upstream import Upstream
 
@@ -54,7 +60,11 @@ class ProxyApp:
         self.database = database
         self.gate = Gate()
         self.live = LivePolicies(
-            settings.policy, settings.aliases, self.gate, agent_policies=settings.agent_policies
+            settings.policy,
+            settings.aliases,
+            self.gate,
+            agent_policies=settings.agent_policies,
+            hold_max_sec=settings.hold_max_sec,
         )
         self.metrics = CallMetrics()
         self.redactor = _redactor(settings)
@@ -71,6 +81,7 @@ class ProxyApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
         self._relay: Relay | None = None
+        self._parts: Parts | None = None
         self.translator = Translator(vendors(settings.providers))
         self._hop: Hop | None = None
         self._api = create_api(
@@ -147,18 +158,35 @@ class ProxyApp:
             inference=_inference(self.settings),
             kinds=Kinds(self.settings.kinds),
         )
-        self._hop = Hop(parts, self.settings.max_body_mb * 1024 * 1024)
-        front = DialectFront(
-            parts, self.translator, self._hop, translates=self.settings.dialects == "translate"
-        )
-        self._relay = Relay(
-            replace(parts, front=ProviderFront(parts, self.translator, self.settings.providers, front)),
-            token=self._token,
-            max_body_bytes=self.settings.max_body_mb * 1024 * 1024,
-            keys=EpisodeKeys(self.database),
-        )
+        self._parts = parts
+        self._relay, self._hop = self._make_relay(parts, self._token, EpisodeKeys(self.database))
         for run in self._background:
             self._tasks.append(asyncio.create_task(self._run(run)))
+
+    def _make_relay(self, parts: Parts, token: str | None, keys: Keys) -> tuple[Relay, Hop]:
+        settings = self.settings
+        max_body_bytes = settings.max_body_mb * 1024 * 1024
+        hop = Hop(parts, max_body_bytes)
+        front = DialectFront(parts, self.translator, hop, translates=settings.dialects == "translate")
+        whole = replace(parts, front=ProviderFront(parts, self.translator, settings.providers, front))
+        return Relay(whole, token=token, max_body_bytes=max_body_bytes, keys=keys), hop
+
+    def open_evaluation(self, version: PolicyVersion, model: str) -> AbstractAsyncContextManager[Door]:
+        """Inside the block a command can reach that version, and nobody else can; `evaluation.OpenDoor`."""
+        assert self._parts is not None, "started"
+        return open_door(self._parts, self.live, self._make_relay, self._end_evaluation, version, model)
+
+    async def _end_evaluation(self, episode: str) -> None:
+        def end() -> None:
+            # Where every call named an episode of its own there is none of this name.
+            with contextlib.suppress(UnknownEpisodeError), self.database.write() as conn:
+                end_episode(conn, episode, by="runner")
+
+        try:
+            await self.recorder.flush()
+            await asyncio.to_thread(end)
+        except StoreError as error:
+            logger.warning("episode %s of an evaluation could not be ended: %s", episode, error)
 
     async def _run(self, run: Background) -> None:
         try:

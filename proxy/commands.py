@@ -93,6 +93,7 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
 
     from .engine_watch import require_engine
     from .oddities import oddities
+    from .publishing.evaluation import check_command
     from .workers import Workers
 
     _set_up_logging(settings.log_level)
@@ -103,6 +104,8 @@ def run(settings: ProxySettings, *, checks_engine: bool) -> None:
 
     try:
         _require_other_address(settings, listener)
+        if settings.evaluation is not None and settings.publish:
+            check_command(settings.evaluation.command)
         policies = _known_policies(settings)  # the log's mistakes come first, and once
         if checks_engine:
             models = asyncio.run(require_engine(settings))

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from ..errors import EngineError, StoreError, UserError
 from ..records import Attribution, CallDelivered, CallEnd, CallIntent, CallMoved, CallStatus, now_ms
 from .asking import Asking, give_engine
-from .attribution.address import attribute, without_episode
+from .attribution.address import attribute, of_evaluation, without_episode
 from .incoming import Incoming, Parts, make_intent
 from .live.engines import EngineState
-from .live.policies import Lease
+from .live.policies import Lease, UnservedVersionError
 from .messages.capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .messages.inject import Injection, inject
 from .messages.plain_chunks import PlainChunks
@@ -49,6 +49,8 @@ async def serve_call(parts: Parts, client: Client, incoming: Incoming) -> None:
     dialect = incoming.route.dialect or "other"
     request = read_request(dialect, body, incoming.header(b"content-type") or "")
     attribution = attribute(incoming.address, request.doc)
+    if parts.evaluation_episode is not None:
+        attribution = of_evaluation(attribution, parts.evaluation_episode)
     if attribution.episode_id is None and parts.inference is not None:
         conversation = request.doc if dialect == "chat" else None  # what is learned is learned of chats
         attribution = parts.inference.infer(attribution, incoming.headers, conversation)
@@ -93,6 +95,8 @@ async def admit(parts: Parts, client: Client, request: Request, attribution: Att
             lease.release()
             raise
         return lease
+    except UnservedVersionError as error:
+        await client.refuse(404, str(error))
     except EngineError as error:
         await client.refuse(503, str(error), retry_after_sec=1)
     except asyncio.CancelledError:

@@ -12,7 +12,7 @@ from .attribution.inference import Inference
 from .attribution.kinds import Kinds
 from .attribution.lineage import Lineage, digest
 from .live.engines import Engines
-from .live.policies import Lease, LivePolicies
+from .live.policies import Lease, Served
 from .messages.request import Request
 from .routes import Route
 from .transport.client import Client
@@ -40,11 +40,28 @@ class CallFront(Protocol):
     ) -> None: ...
 
 
+class CallPolicies(Protocol):
+    """The slice of live/policies.py (or live/trial.py) that calls use."""
+
+    @property
+    def base_model(self) -> str | None: ...
+
+    async def admit(
+        self, requested_model: str | None, episode_id: str | None, agent: str | None = None
+    ) -> Lease: ...
+
+    def resolve(
+        self, requested_model: str | None, episode_id: str | None, agent: str | None = None
+    ) -> Served: ...
+
+    def visible_models(self) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What every exchange needs."""
 
-    live: LivePolicies
+    live: CallPolicies
     recorder: CallRecorder
     upstream: Upstream
     engines: Engines
@@ -53,6 +70,8 @@ class Parts:
     front: CallFront | None = None
     kinds: Kinds = field(default_factory=Kinds)
     inference: Inference | None = None  # None: switched off
+    evaluation_episode: str | None = None
+    """Where all calls are an evaluation's: the episode of those that name none."""
     long_answers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Whole answers of megabytes are read one after the other."""
 

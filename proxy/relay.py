@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 import orjson
 
 from ..errors import EngineError, StoreError, UserError
+from ..store.keys import EpisodeKey
 from .attribution.address import Address, misspelt, read_address
 from .attribution.keys import (
     REFUSAL,
-    EpisodeKeys,
     RefusedKeyError,
     check_query,
     check_url,
@@ -27,7 +27,7 @@ from .attribution.keys import (
 from .exchange import serve_call
 from .incoming import Incoming, Parts
 from .live.engines import EngineState
-from .live.policies import Served
+from .live.policies import Served, UnservedVersionError
 from .messages.inject import Injection, inject
 from .messages.request import read_request
 from .messages.splice import Edit, apply, locate, parse
@@ -41,10 +41,16 @@ logger = logging.getLogger("lightning.relay")
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 
 
+class Keys(Protocol):
+    """The slice of attribution/keys.py that is asked."""
+
+    async def find(self, keys: Sequence[bytes]) -> EpisodeKey | None: ...
+
+
 class Relay:
     """ASGI application. `token` None: whoever reaches the port may use it."""
 
-    def __init__(self, parts: Parts, *, token: str | None, max_body_bytes: int, keys: EpisodeKeys) -> None:
+    def __init__(self, parts: Parts, *, token: str | None, max_body_bytes: int, keys: Keys) -> None:
         self._parts = parts
         self._keys = keys
         self._token = None if token is None else token.encode()
@@ -123,6 +129,9 @@ class Relay:
             body, injection = await self._read_request(method, client, incoming.header(b"content-type"))
         except BodyTooLargeError:
             await client.refuse(413, TOO_LARGE)
+            return
+        except UnservedVersionError as error:
+            await client.refuse(404, str(error))
             return
         except ClientGoneError:
             return
@@ -204,6 +213,8 @@ class Relay:
     def _served(self, model: str) -> Served | None:
         try:
             return self._parts.live.resolve(model, None)
+        except UnservedVersionError:
+            raise
         except EngineError:
             return None
 

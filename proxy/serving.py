@@ -74,7 +74,9 @@ async def _work(app: ProxyApp, member: Member, handles: Sequence[Handle]) -> Non
         return await app.fingerprint_of(raw[handle.state])
 
     place = Place(guarded, app.engines, app.live, member, DRAIN_TIMEOUT_SEC)
-    publisher = Publisher(app.database, place, app.settings, on_engine_seen=seen)
+    publisher = Publisher(
+        app.database, place, app.settings, on_engine_seen=seen, open_door=app.open_evaluation
+    )
     watch = EngineWatch(app, handles)
     term: int | None = None
     while True:

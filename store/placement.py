@@ -88,6 +88,10 @@ class Placed:
         placement = Placement(row.id, row.num_calls, said)
         row.num_calls += 1
         row.tags = storable_json(at.tags) | row.tags
+        if at.purpose is Purpose.EVAL:
+            row.purpose = (
+                at.purpose.value
+            )  # never the other way: what was seen by an evaluation is not trained
         row.last_call_at_ms = max(row.last_call_at_ms or 0, intent.started_at_ms)
         if row.policy is None and intent.policy is not None:
             row.policy, row.policy_version = intent.policy, intent.policy_version

@@ -18,8 +18,16 @@ from .policy_requests import decide
 from .schema import policy_versions, step_manifests
 from .statements import insert_missing, storable_json
 
-WAITING = (VersionStatus.CANDIDATE, VersionStatus.LOADING, VersionStatus.PROBING)
-"""On its way: the publisher has it in hand, or takes it up next."""
+IN_HAND = (
+    VersionStatus.CANDIDATE,
+    VersionStatus.LOADING,
+    VersionStatus.PROBING,
+    VersionStatus.EVALUATING,
+)
+"""The publisher has it in hand, or takes it up next (anew, where a publisher was killed)."""
+
+WAITING = (*IN_HAND, VersionStatus.CANARY)
+"""On its way: nobody knows yet whether it will be live."""
 
 _table = policy_versions
 _key = (_table.c.policy, _table.c.version)

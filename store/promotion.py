@@ -120,7 +120,8 @@ def _withdraw_waiting(conn: sa.Connection, known: Known, request: PolicyRequest)
         if row.status not in WAITING or row.version == request.version:
             continue
         to = VersionStatus.REJECTED if row.live_at_ms is None else VersionStatus.DRAINING
-        verdict = {"result": "withdrawn", "reason": reason} if row.verdict is None else None
+        said = {"result": "withdrawn", "reason": reason}
+        verdict = {**(row.verdict or {}), **said} if row.live_at_ms is None else None
         set_version_status(
             conn, row.policy, row.version, to, verdict=verdict, source=request.source, note=reason
         )

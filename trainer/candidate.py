@@ -207,6 +207,10 @@ class Handover:
             if row.status is not seen:
                 seen = row.status
                 on_status(seen)
+                gate_sec = _gate_sec(row)
+                if gate_sec is not None:
+                    timeout_sec = gate_sec + self._settings.publish_timeout_sec
+                    until = time.monotonic() + timeout_sec
             if row.status in _SERVED:
                 self._serves = version.version
                 return
@@ -231,6 +235,13 @@ def _overtaken(policy: str, serves: int, now: int, asked: PolicyRequest | None, 
         f"over nothing more: lightning train begins a new run from version {wanted}; or make {serves} live "
         f"again (lightning policy promote {policy} {serves}) and go on with --resume {run_id}"
     )
+
+
+def _gate_sec(row: PolicyVersion) -> float | None:
+    """How long an evaluation or a canary may take, by the publisher's own word."""
+    said = (row.verdict or {}).get("waits_sec")
+    waits = row.status in (VersionStatus.EVALUATING, VersionStatus.CANARY)
+    return float(said) if waits and isinstance(said, int | float) else None
 
 
 def _too_late(name: str, status: VersionStatus, timeout_sec: float, url: str) -> str:

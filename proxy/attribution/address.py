@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from ...errors import UserError
-from ...records import MALFORMED_MARK, Attribution
+from ...records import MALFORMED_MARK, Attribution, Purpose
 from ...store.names import name_fault as _fault
 
 FORM = "the base URL is /episodes/EPISODE/v1, with /tasks/TASK, /batches/BATCH or /agents/AGENT before /v1"
@@ -115,7 +115,15 @@ def attribute(address: Address, body: Mapping[str, Any] | None) -> Attribution:
     said = [f"{other} says {value!r}" for other, value in marks[1:] if value != episode]
     if faults:
         said.insert(0, MALFORMED_MARK + ", ".join(faults))
-    return Attribution(episode, **names, tags=address.tags or {}, rule=rule, conflict="; ".join(said) or None)
+    return Attribution(
+        episode,
+        names["task_id"],
+        names["batch"],
+        names["agent"],
+        tags=address.tags or {},
+        rule=rule,
+        conflict="; ".join(said) or None,
+    )
 
 
 def without_episode(address: Address, found: Attribution) -> Attribution:
@@ -132,6 +140,13 @@ def without_episode(address: Address, found: Attribution) -> Attribution:
     if said is None or not said.startswith(MALFORMED_MARK):
         return replace(found, conflict=MALFORMED_MARK + fault + (f"; {said}" if said else ""))
     return replace(found, conflict=said.replace(MALFORMED_MARK, f"{MALFORMED_MARK}{fault}, ", 1))
+
+
+def of_evaluation(found: Attribution, episode_id: str) -> Attribution:
+    """A call of an evaluation's: of that episode, where it names none."""
+    if found.episode_id is not None:
+        return replace(found, purpose=Purpose.EVAL)
+    return replace(found, episode_id=episode_id, rule="evaluation", purpose=Purpose.EVAL)
 
 
 def misspelt(raw_path: bytes) -> str | None:

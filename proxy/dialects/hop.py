@@ -7,17 +7,12 @@ only and good for one request; behind it stands whose call it is. The exchange i
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 import secrets
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
-import uvicorn
 
 from ...records import (
     Attribution,
@@ -35,6 +30,7 @@ from ..live.policies import Lease
 from ..messages.request import Request, read_request
 from ..routes import Route
 from ..transport.client import BodyTooLargeError, Client, ClientGoneError, Message, Receive, Scope, Send
+from ..transport.inner_server import InnerServer
 from .rendering import Rendered, render_headers
 from .translatable import chat_body
 from .wire import KEEP_ALIVE_SEC
@@ -136,34 +132,14 @@ class Hop:
         self._parts = parts
         self._max_body_bytes = max_body_bytes
         self._calls: dict[str, OuterCall] = {}
-        self._server: _QuietServer | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._listener: socket.socket | None = None
+        self._server = InnerServer(self, timeout_keep_alive=KEEP_ALIVE_SEC)
 
     def url(self) -> str:
         """Where LiteLLM is to send its chat request; starts the listener."""
-        if self._listener is None:
-            self._listener = socket.socket()
-            self._listener.bind(("127.0.0.1", 0))
-            self._listener.listen(2048)
-            config = uvicorn.Config(
-                self,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_SEC,
-            )
-            self._server = _QuietServer(config)
-            self._serving = asyncio.create_task(self._server.serve([self._listener]))
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+        return self._server.url() + "/v1"
 
     async def stop(self) -> None:
-        if self._server is not None and self._serving is not None and self._listener is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
-            await self._serving
-            self._listener.close()
+        await self._server.stop()
 
     def open(self, call: OuterCall) -> str:
         """A token for one inner request."""
@@ -219,11 +195,3 @@ class Hop:
         headers = render_headers(call.incoming.headers)
         incoming = Incoming(CHAT, call.incoming.address, headers, CHAT.path)
         await Exchange(parts, client, request, call.lease, call.intent).run(incoming)
-
-
-class _QuietServer(uvicorn.Server):
-    """A second server in a process whose signals are the first one's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

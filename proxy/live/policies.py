@@ -7,11 +7,15 @@ a pause.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
 
 from ...errors import EngineError
 from ...records import WeightsKind
@@ -23,6 +27,18 @@ BASE_VERSION = 0
 
 Recall = Callable[[str, str], Awaitable[tuple[int, float] | None]]
 """(policy, episode) -> the version that it is pinned to, and for how many seconds; None: to none."""
+
+
+_VERSION_NAME = re.compile(r"[A-Za-z0-9._-]+@[0-9]+")
+"""The form of `adapter_name`: names that only we give."""
+
+
+class HeldTooLongError(EngineError):
+    """A call has waited at the closed gate for as long as it may."""
+
+
+class UnservedVersionError(EngineError):
+    """A version is asked for by its name that serves no call (yet, any more, or ever)."""
 
 
 def adapter_name(policy: str, version: int) -> str:
@@ -48,6 +64,19 @@ class _Pin:
     at_sec: float  # monotonic
 
 
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A version on trial: `share` of the episodes that begin are its."""
+
+    version: int
+    share: float
+
+    def takes(self, policy: str, episode_id: str) -> bool:
+        """The same in every process, and drawn anew for each version."""
+        drawn = blake2b(f"{policy}\x00{self.version}\x00{episode_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(drawn) < self.share * 2**64
+
+
 @dataclass(slots=True)
 class _Loaded:
     """What the engine holds of one policy. `names` has every version that can be asked for by name."""
@@ -55,6 +84,17 @@ class _Loaded:
     version: int
     kind: WeightsKind
     names: dict[int, str]
+    canary: Canary | None = None
+
+
+class Admits(Protocol):
+    """Who has admitted a call, and is told of its end."""
+
+    num_doubts: int
+
+    def version_now(self, served: Served, doubts: int | None = None) -> int | None: ...
+
+    def ended(self, served: Served) -> None: ...
 
 
 class Lease:
@@ -62,7 +102,7 @@ class Lease:
 
     __slots__ = ("_doubts", "_live", "_released", "engine", "served")
 
-    def __init__(self, live: LivePolicies, served: Served) -> None:
+    def __init__(self, live: Admits, served: Served) -> None:
         self._live = live
         self._released = False
         self._doubts = live.num_doubts
@@ -86,7 +126,7 @@ class Lease:
             self._released = True
             if self.engine is not None:
                 self.engine.in_flight -= 1
-            self._live._end(self.served)
+            self._live.ended(self.served)
 
 
 class LivePolicies:
@@ -105,6 +145,7 @@ class LivePolicies:
         *,
         agent_policies: Mapping[str, str] | None = None,
         pin_max_age_sec: float = 3600,
+        hold_max_sec: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gate = gate
@@ -113,6 +154,7 @@ class LivePolicies:
         self._declared = set(self._naming.policies)
         self._clock = clock
         self._pin_max_age_sec = pin_max_age_sec
+        self._hold_max_sec = hold_max_sec
         self._base_model: str | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._pins: dict[tuple[str, str], _Pin] = {}  # by (policy, episode), oldest first
@@ -145,7 +187,8 @@ class LivePolicies:
         """Find what serves `requested_model` now; pins the episode. No model means the default policy.
 
         Names that are neither ours nor aliased are left to the engine. Raises EngineError when a policy is
-        asked for and the engine has not been seen (yet, or since it went away).
+        asked for and the engine has not been seen (yet, or since it went away); UnservedVersionError for the
+        name of a version that serves nobody: the engine may hold it, unproven or rejected.
         """
         name = self._meant(requested_model, agent)
         served = self._serve(name, episode_id) if self._is_policy(name) else self._explicit(name)
@@ -169,7 +212,7 @@ class LivePolicies:
         """Pass the gate, knowing the episode's pin; what was asked before a change is asked again."""
         asked_at = -1
         while True:
-            await self.gate.enter()
+            await self._pass_gate()
             policy = None
             if self.recall is not None and episode_id is not None and asked_at != self._changes:
                 policy = self._unknown_pin(self._meant(requested_model, agent), episode_id)
@@ -181,6 +224,18 @@ class LivePolicies:
             if found is not None:
                 version, age_sec = found
                 self._pins.setdefault((policy, episode_id), _Pin(version, self._clock() - age_sec))
+
+    async def _pass_gate(self) -> None:
+        if self.gate.is_open or math.isinf(self._hold_max_sec):
+            await self.gate.enter()
+            return
+        try:
+            async with asyncio.timeout(self._hold_max_sec):
+                await self.gate.enter()
+        except TimeoutError:
+            raise HeldTooLongError(
+                f"calls were held for {self._hold_max_sec:g} s while the engine's weights change; try again"
+            ) from None
 
     def _unknown_pin(self, name: str, episode_id: str) -> str | None:
         """The policy whose pin another process may know; None: the pin is known, or there is no choice."""
@@ -194,6 +249,8 @@ class LivePolicies:
         loaded = self._loaded.get(served.policy) if served.policy is not None else None
         if loaded is None or loaded.kind is WeightsKind.LORA:
             return served.version
+        if loaded.canary is not None and served.version == loaded.canary.version:
+            return served.version  # an adapter of that name, beside the plain weights
         if doubts is not None and (doubts != self.num_doubts or self.gate.is_fenced):
             return None
         return loaded.version
@@ -250,6 +307,17 @@ class LivePolicies:
     def policies(self) -> list[str]:
         return list(self._loaded)
 
+    def set_canary(self, policy: str, version: int, model: str, share: float) -> None:
+        """From now on that share of the episodes that begin is served by `version`, an adapter."""
+        loaded = self._loaded[policy]
+        loaded.names[version] = model
+        loaded.canary = Canary(version, share)
+        self._changes += 1
+
+    def canary_version(self, policy: str) -> int | None:
+        loaded = self._loaded.get(policy)
+        return loaded.canary.version if loaded and loaded.canary else None
+
     def live_version(self, policy: str) -> int | None:
         loaded = self._loaded.get(policy)
         return loaded.version if loaded else None
@@ -276,6 +344,8 @@ class LivePolicies:
         assert loaded is None or loaded.version != version, "the live version is not dropped"
         if loaded is not None:
             loaded.names.pop(version, None)
+            if loaded.canary is not None and loaded.canary.version == version:
+                loaded.canary = None
 
     # --- the side of those who share it with other proxies ---
 
@@ -289,6 +359,7 @@ class LivePolicies:
                     "kind": loaded.kind.value,
                     "names": {str(version): name for version, name in loaded.names.items()},
                 }
+                | ({} if loaded.canary is None else {"canary": asdict(loaded.canary)})
                 for policy, loaded in self._loaded.items()
             },
         }
@@ -302,6 +373,7 @@ class LivePolicies:
                 doc["version"],
                 WeightsKind(doc["kind"]),
                 {int(version): name for version, name in doc["names"].items()},
+                Canary(**doc["canary"]) if "canary" in doc else None,
             )
             for policy, doc in snapshot["policies"].items()
         }
@@ -323,7 +395,8 @@ class LivePolicies:
 
     # --- inside ---
 
-    def _end(self, served: Served) -> None:
+    def ended(self, served: Served) -> None:
+        """A call that `admit` has let in; the lease says so, once."""
         if served.policy is not None and served.version is not None:
             key = (served.policy, served.version)
             self._in_flight[key] -= 1
@@ -347,7 +420,7 @@ class LivePolicies:
         if (
             requested == self._base_model
             or self._is_policy(requested)
-            or self._explicit(requested).policy is not None
+            or self._loaded_version(requested) is not None
         ):
             return requested
         return self._naming.alias_of(requested)
@@ -368,9 +441,12 @@ class LivePolicies:
         is_young = pin is not None and pin.at_sec > self._clock() - self._pin_max_age_sec
         if pin is not None and is_young and pin.version in loaded.names:
             return pin.version
+        version = loaded.version
+        if pin is None and loaded.canary is not None and loaded.canary.takes(policy, episode_id):
+            version = loaded.canary.version
         self._pins.pop(key, None)  # so that the order stays oldest first
-        self._pins[key] = _Pin(loaded.version, self._clock())
-        return loaded.version
+        self._pins[key] = _Pin(version, self._clock())
+        return version
 
     def _drop_old_pins(self) -> None:
         horizon = self._clock() - self._pin_max_age_sec
@@ -382,9 +458,19 @@ class LivePolicies:
 
     def _explicit(self, name: str) -> Served:
         """`policy@N` of a loaded version, or a name that is the engine's business."""
+        found = self._loaded_version(name)
+        if found is not None:
+            return found
+        if _VERSION_NAME.fullmatch(name) and name != self._base_model:
+            raise UnservedVersionError(
+                f"{name!r} serves no calls: no such version is live, or kept for episodes that began on it"
+            )
+        return Served(None, None, name)
+
+    def _loaded_version(self, name: str) -> Served | None:
         for policy, loaded in self._loaded.items():
             for version, model in loaded.names.items():
                 own_name = model if model != self._base_model else None
                 if name in (own_name, adapter_name(policy, version)):
                     return Served(policy, version, model)
-        return Served(None, None, name)
+        return None

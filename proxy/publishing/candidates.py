@@ -1,4 +1,5 @@
-"""A candidate's way: load -> probe -> live, or rejected with its reason while the old version keeps serving.
+"""A candidate's way: load -> probe (-> evaluation) -> live, or rejected with its reason while the old version
+keeps serving.
 
 Owns every status from `loading` on, and what becomes of a version during which an engine went away. How
 weights are swapped is in swap.py.
@@ -17,10 +18,12 @@ import sqlalchemy as sa
 from ...engine.client import EngineGoneError
 from ...errors import EngineError, PublishError, StoreError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
-from ...store.policies import WAITING, WithdrawnError, live_version, set_base_live
+from ...store.policies import IN_HAND, WithdrawnError, live_version, load_version, set_base_live
 from ...store.policy_requests import PolicyRequest, decide, load_request
+from ..live.engines import Holding
 from .arrival import check_version_files
-from .place import BusyError, Place, verdict_of
+from .evaluation import Evaluation
+from .place import BusyError, Handle, Place, RejectedError, verdict_of, what_is_missing
 from .swap import Hooks, add_adapter, back_to_base, replace_weights
 from .version_log import SOURCE, Notices, VersionLog
 from .way_back import base_version, with_probe_from
@@ -33,7 +36,16 @@ logger = logging.getLogger("lightning.publisher")
 class Candidates:
     """`policy`: the proxy's own, the only one whose full weights may replace the engine's."""
 
-    def __init__(self, place: Place, log: VersionLog, notices: Notices, *, policy: str) -> None:
+    def __init__(
+        self,
+        place: Place,
+        log: VersionLog,
+        notices: Notices,
+        *,
+        policy: str,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        self._evaluation = evaluation
         self._place = place
         self._log = log
         self._notices = notices
@@ -105,7 +117,12 @@ class Candidates:
         async def accepted(verdict: Mapping[str, Any]) -> None:
             await self._set_status(version, VersionStatus.LIVE, verdict)
 
-        hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted)
+        async def proven(model: str, holds: Holding, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+            if self._evaluation is None or _has_served(version):
+                return verdict
+            return await self._evaluate(self._evaluation, version, model, holds, verdict)
+
+        hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted, proven)
         swap = add_adapter if version.kind is WeightsKind.LORA else replace_weights
         await swap(self._place, probed, previous, hooks)
 
@@ -147,7 +164,40 @@ class Candidates:
     async def _set_status(
         self, version: PolicyVersion, status: VersionStatus, verdict: Mapping[str, Any] | None = None
     ) -> None:
-        await self._log.set_status(version, status, verdict, expects=WAITING)
+        await self._log.set_status(version, status, verdict, expects=IN_HAND)
+
+    async def _evaluate(
+        self,
+        gate: Evaluation,
+        version: PolicyVersion,
+        model: str,
+        holds: Holding,
+        verdict: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        """Raises RejectedError, EngineGoneError where no engine holds it any more, WithdrawnError."""
+        place, policy, number = self._place, version.policy, version.version
+
+        async def is_there(handle: Handle) -> None:
+            missing = await what_is_missing(handle.client, holds, handle.state.lacks)
+            if missing is not None:
+                raise EngineGoneError(f"the engine at {handle.state.url} was restarted: {missing}")
+
+        async def still_there() -> None:
+            place.fleet.require_lease()
+            row = await self._log.read(lambda conn: load_version(conn, policy, number))
+            if row is None or row.status is not VersionStatus.EVALUATING:
+                raise WithdrawnError(f"version {number} of policy {policy!r} is not wanted any more")
+            await place.on_each(is_there)
+
+        until = {**verdict, "waits_sec": gate.timeout_sec}
+        await self._set_status(version, VersionStatus.EVALUATING, until)
+        await place.fleet.prepare(is_changing=False)  # not for the next minutes
+        found = await gate.run(version, model, still_there)
+        seen = {**verdict, "evaluation": found.doc}
+        if found.reason is not None:
+            raise RejectedError(found.reason, {**seen, "result": "evaluation"})
+        await place.fleet.prepare(is_changing=True)
+        return seen
 
     async def _reject(
         self, version: PolicyVersion, what: str, reason: str, verdict: Mapping[str, Any]
@@ -161,6 +211,11 @@ class Candidates:
             logger.info("%s: withdrawn: %s", what, error)
         else:
             logger.warning("%s: rejected, the old version keeps serving: %s", what, reason)
+
+
+def _has_served(version: PolicyVersion) -> bool:
+    """Proven and live before: who goes back to it does not wait for another evaluation."""
+    return version.live_at_ms is not None and "slope" in (version.verdict or {})
 
 
 async def _nothing() -> None:

@@ -64,8 +64,11 @@ class Fleet(Protocol):
     async def prepare(self, *, is_changing: bool) -> None:
         """A change is near, or over: how often the others look."""
 
+    def require_lease(self) -> None:
+        """Raises LeaseLostError where another proxy may publish by now."""
+
     def require_lease_in(self, conn: sa.Connection) -> None:
-        """Raises LeaseLostError where another proxy publishes by now."""
+        """The same for sure, by the row, for what is written in this transaction."""
 
     @property
     def is_told(self) -> bool:
@@ -103,6 +106,9 @@ class OwnGate:
         pass  # who would listen?
 
     async def prepare(self, *, is_changing: bool) -> None:
+        pass
+
+    def require_lease(self) -> None:
         pass
 
     def require_lease_in(self, conn: sa.Connection) -> None:

@@ -14,12 +14,13 @@ from ...errors import LightningError
 from ...records import VersionStatus
 from ...settings import ProxySettings
 from ...store.database import Database
-from ...store.policies import WAITING, versions_with_status
+from ...store.policies import IN_HAND, versions_with_status
 from ...store.policy_requests import waiting_requests
 from ..live.policies import BASE_VERSION
 from .arrival import Seen, rows_by_kind
 from .candidates import Candidates
 from .drained import Drained
+from .evaluation import Evaluation, OpenDoor
 from .flipped import Flipped
 from .place import Handle, Place
 from .rotation import Rotation
@@ -38,14 +39,22 @@ class Publisher:
         settings: ProxySettings,
         *,
         on_engine_seen: Seen | None = None,
+        open_door: OpenDoor | None = None,
     ) -> None:
+        """`open_door`: how an evaluation's command reaches a version; needed where the settings name one."""
         self._place = place
         self._policy = settings.policy
         self._log = VersionLog(database, place.fleet)
         self._notices = Notices()
         seen = on_engine_seen or _nothing_to_write
         self.rotation = Rotation(place, self._log, self._notices, policy=settings.policy, seen=seen)
-        self._candidates = Candidates(place, self._log, self._notices, policy=settings.policy)
+        evaluation = None
+        if settings.evaluation is not None:
+            assert open_door is not None, "an evaluation asks the version"
+            evaluation = Evaluation(settings.evaluation, open_door)
+        self._candidates = Candidates(
+            place, self._log, self._notices, policy=settings.policy, evaluation=evaluation
+        )
         self._drained = Drained(place, self._log)
         self._flipped = Flipped(place, self._log)
 
@@ -80,7 +89,7 @@ class Publisher:
             finally:
                 await self._place.fleet.release()  # closed at start or by a set-up; a swap releases its own
             await self._flipped.take_back()
-            for version in await self._log.read(lambda conn: versions_with_status(conn, *WAITING)):
+            for version in await self._log.read(lambda conn: versions_with_status(conn, *IN_HAND)):
                 await self._candidates.publish(version)
             for request in await self._log.read(waiting_requests):
                 if request.version == BASE_VERSION:

@@ -32,10 +32,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the publisher does at a step: write it into the log."""
+    """What the publisher does at a step. `on_proven` is given the engine's name of the version, what engines
+    hold with it, and the probe's verdict; it adds to that, or raises RejectedError."""
 
     on_probing: Callable[[], Awaitable[None]]
     on_accepted: Callable[[Mapping[str, Any]], Awaitable[None]]
+    on_proven: Callable[[str, Holding, Mapping[str, Any]], Awaitable[Mapping[str, Any]]] | None = None
+
+    async def proven(self, model: str, holds: Holding, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+        return verdict if self.on_proven is None else await self.on_proven(model, holds, verdict)
 
 
 def known_gap(version: PolicyVersion | None) -> float | None:
@@ -72,6 +77,7 @@ async def add_adapter(
     """
     assert version.path is not None, "an adapter has a folder"
     path, live, name = version.path, place.live, adapter_name(version.policy, version.version)
+    holds = place.engines.holding.with_adapter(name, path)
 
     async def look(handle: Handle) -> tuple[Prober, Before]:
         base = await handle.client.base_model()
@@ -95,7 +101,7 @@ async def add_adapter(
         return verdict
 
     async def probe_or_gone(handle: Handle) -> dict[str, Any]:
-        return await _unless_restarted(handle, place.engines.holding.with_adapter(name, path), probe(handle))
+        return await _unless_restarted(handle, holds, probe(handle))
 
     was_loaded = version.version in live.loaded_versions(version.policy)  # episodes are pinned to it
     looked = await place.on_each(look)
@@ -103,7 +109,7 @@ async def add_adapter(
     try:
         loaded = await place.on_each(load)
         await hooks.on_probing()
-        verdict = _verdict(await place.on_each(probe_or_gone))
+        verdict = await hooks.proven(name, holds, _verdict(await place.on_each(probe_or_gone)))
         await place.fleet.hold(drains=False, timeout_sec=place.hold_timeout_sec)
         is_held = True
         await hooks.on_accepted(verdict)
@@ -115,7 +121,7 @@ async def add_adapter(
             await place.fleet.release()
         raise
     live.set_live(version.policy, version.version, version.kind, name)
-    place.engines.holding = place.engines.holding.with_adapter(name, path)
+    place.engines.holding = holds
     await place.fleet.release()
 
 
@@ -196,15 +202,18 @@ async def replace_weights(
         return verdict
 
     async def probe_or_gone(handle: Handle) -> dict[str, Any]:
-        return await _unless_restarted(handle, Holding(label_of(version)), probe(handle))
+        return await _unless_restarted(handle, holds, probe(handle))
 
+    holds = Holding(label_of(version))
     looked = await place.on_each(look)
     await place.fleet.hold(drains=True, timeout_sec=place.hold_timeout_sec)
     held_since = time.monotonic()
     try:
         loaded = await place.on_each(load)
         await hooks.on_probing()
-        verdict = _verdict(await place.on_each(probe_or_gone))
+        base_name = next(iter(looked.values()))[1].model
+        proven = _verdict(await place.on_each(probe_or_gone))
+        verdict = dict(await hooks.proven(base_name, holds, proven))
         verdict["held_ms"] = _ms_since(held_since)
         await hooks.on_accepted(verdict)
     except LeaseLostError:
@@ -213,8 +222,7 @@ async def replace_weights(
         await _restore(place, previous, {handle: root for handle, (_, _, root) in looked.items()})
         await place.fleet.release()
         raise
-    base_model = next(iter(looked.values()))[1].model
-    live.set_live(version.policy, version.version, version.kind, base_model)
+    live.set_live(version.policy, version.version, version.kind, base_name)
     place.engines.holding = place.engines.holding.with_label(label_of(version))
     await place.fleet.release()
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served
+from lightning_rl.proxy.live.policies import LivePolicies, Served, UnservedVersionError
 from lightning_rl.records import WeightsKind
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
@@ -72,7 +72,8 @@ def test_full_weights_take_over_the_base_name_and_every_episode() -> None:
     assert live.resolve("policy", "e1") == Served("policy", 1, "base")
     assert live.resolve("base", None) == Served("policy", 1, None)
     assert live.version_now(before) == 1
-    assert live.resolve("policy@0", None) == Served(None, None, None)  # it no longer exists anywhere
+    with pytest.raises(UnservedVersionError):  # it no longer exists anywhere
+        live.resolve("policy@0", None)
 
 
 def test_a_lora_version_is_flipped_to_and_running_episodes_stay() -> None:
@@ -93,6 +94,29 @@ def test_the_base_by_its_own_name_is_no_policy_once_an_adapter_is_live() -> None
     assert live.resolve("base", None) == Served(None, None, None)
     assert live.resolve("policy@0", None) == Served("policy", 0, "base")
     assert live.resolve("policy@1", None) == Served("policy", 1, None)
+
+
+def test_a_version_that_the_engine_may_hold_unproven_is_not_the_engines_business() -> None:
+    live = seen({"mine@9": "policy"})
+    for name in ("policy@7", "writer@1"):
+        with pytest.raises(UnservedVersionError, match=name):
+            live.resolve(name, None)
+    assert live.resolve("mine@9", None) == Served("policy", 0, "base")
+    assert live.resolve("someone@home", None) == Served(None, None, None)
+
+
+def test_a_call_is_not_held_for_ever() -> None:
+    async def run() -> None:
+        live = LivePolicies("policy", {}, Gate(), hold_max_sec=0.01)
+        live.set_base_model("base")
+        live.gate.hold()
+        with pytest.raises(EngineError, match="held for"):
+            await live.admit("policy", None)
+        assert (live.gate.waiting, live.gate.in_flight) == (0, 0)
+        live.gate.open()
+        (await live.admit("policy", None)).release()
+
+    asyncio.run(run())
 
 
 def test_a_dropped_version_moves_its_episodes_to_the_live_one() -> None:

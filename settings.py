@@ -309,6 +309,25 @@ class ProxySettings(_Layered):
         description="`[evaluation]` with `command` (run without a shell) and `timeout_sec` (600): runs "
         "before a version goes live; exit code 0 lets it (docs/publishing.md).",
     )
+    canary_share: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Share of the episodes that begin which a new adapter serves before it is live; 0: none "
+        "(docs/publishing.md).",
+    )
+    canary_episodes: int = Field(
+        32,
+        ge=2,
+        description="So many of its episodes must have ended with a reward, and of the live version's.",
+    )
+    canary_tolerance: float = Field(
+        0.05, ge=0, description="How far its mean reward may be below the live version's."
+    )
+    canary_max_sec: float = Field(3600, gt=0, description="How long it may take until a canary is judged.")
+    canary_at_timeout: Literal["reject", "promote"] = Field(
+        "reject", description="What becomes of a canary with too few rewarded episodes by then."
+    )
     hold_max_sec: float = Field(
         600,
         gt=0,

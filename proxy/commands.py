@@ -20,6 +20,7 @@ import typer
 from ..errors import SettingsError, UserError
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
     import uvicorn
 
     from ..settings import ProxySettings
@@ -259,9 +260,23 @@ def _known_policies(settings: ProxySettings) -> list[str]:
     database = Database.open(settings.db)
     try:
         with database.read() as conn:
+            if settings.publish and settings.canary_share > 0:
+                _require_adapters(conn)
             return policy_names(conn)
     finally:
         database.close()
+
+
+def _require_adapters(conn: sa.Connection) -> None:
+    from ..records import VersionStatus, WeightsKind
+    from ..store.policies import WAITING, versions_with_status
+
+    for row in versions_with_status(conn, VersionStatus.LIVE, *WAITING):
+        if row.kind is WeightsKind.FULL:
+            raise SettingsError(
+                f"setting 'canary_share': version {row.version} of {row.policy!r} is full weights, which "
+                "can't serve a share of the episodes; train adapters, or leave it out"
+            )
 
 
 def _require_other_address(settings: ProxySettings, listener: socket.socket) -> None:

@@ -23,4 +23,6 @@ def verdict_words(verdict: Mapping[str, Any] | None, status: VersionStatus | Non
     ]
     if result == "indistinguishable" and isinstance(verdict.get("moved_rms"), int | float):
         found.insert(0, f"moved {verdict['moved_rms']:.2g}")
-    return f"{result} ({', '.join(found)})" if found else str(result)
+    said = f"{result} ({', '.join(found)})" if found else str(result)
+    evaluated = (verdict.get("evaluation") or {}).get("numbers") or {}
+    return "; ".join([said, *(f"{name} {value:.3g}" for name, value in list(evaluated.items())[:3])])

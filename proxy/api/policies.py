@@ -48,6 +48,7 @@ async def show(context: Context) -> dict[str, Any]:
             {
                 "policy": name,
                 "live_version": context.live.live_version(name),
+                "canary_version": context.live.canary_version(name),
                 "versions": [_version_doc(version) for version in its_versions],
             }
             for name, its_versions in found.items()

@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -56,6 +56,12 @@ class Served:
     policy: str | None
     version: int | None
     model: str | None
+    is_adapter: bool = field(default=False, compare=False)
+    """Whether its name in the engine stands for this version alone."""
+
+    def named(self, requested: str | None) -> Served:
+        """As an answer to who has asked for that name."""
+        return replace(self, model=None) if self.model == requested else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +198,7 @@ class LivePolicies:
         """
         name = self._meant(requested_model, agent)
         served = self._serve(name, episode_id) if self._is_policy(name) else self._explicit(name)
-        return Served(
-            served.policy, served.version, None if served.model == requested_model else served.model
-        )
+        return served.named(requested_model)
 
     def _meant(self, requested_model: str | None, agent: str | None) -> str:
         """A name of ours, or one that is the engine's business. Whoever names a policy gets that one; the
@@ -247,10 +251,8 @@ class LivePolicies:
     def version_now(self, served: Served, doubts: int | None = None) -> int | None:
         """The version that the name in `served` stands for at this moment. None: nobody here can know."""
         loaded = self._loaded.get(served.policy) if served.policy is not None else None
-        if loaded is None or loaded.kind is WeightsKind.LORA:
+        if loaded is None or loaded.kind is WeightsKind.LORA or served.is_adapter:
             return served.version
-        if loaded.canary is not None and served.version == loaded.canary.version:
-            return served.version  # an adapter of that name, beside the plain weights
         if doubts is not None and (doubts != self.num_doubts or self.gate.is_fenced):
             return None
         return loaded.version
@@ -432,7 +434,7 @@ class LivePolicies:
                 f"no version of {policy!r} is live: the engine is not reachable (yet), or it is being set up"
             )
         version = loaded.version if episode_id is None else self._pinned(episode_id, policy, loaded)
-        return Served(policy, version, loaded.names[version])
+        return self._served(policy, version, loaded.names[version])
 
     def _pinned(self, episode_id: str, policy: str, loaded: _Loaded) -> int:
         self._drop_old_pins()
@@ -472,5 +474,8 @@ class LivePolicies:
             for version, model in loaded.names.items():
                 own_name = model if model != self._base_model else None
                 if name in (own_name, adapter_name(policy, version)):
-                    return Served(policy, version, model)
+                    return self._served(policy, version, model)
         return None
+
+    def _served(self, policy: str, version: int, model: str) -> Served:
+        return Served(policy, version, model, is_adapter=model != self._base_model)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...engine.client import EngineGoneError, EngineModel
 from ...errors import EngineError, PublishError
-from ...records import PolicyVersion, WeightsKind
+from ...records import PolicyVersion, VersionStatus, WeightsKind
 from ..live.engines import Holding
 from ..live.policies import adapter_name
 from .place import BASE_LABEL, Engine, Handle, RejectedError, label_of, what_is_missing
@@ -30,14 +30,16 @@ Seen = Callable[[Handle], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an engine must hold to be in rotation. `older`: adapters that episodes are still pinned to."""
+    """What an engine must hold to be in rotation. `older`: adapters that episodes are still pinned to;
+    `canaries`: adapters that serve a share of the episodes that begin."""
 
     full: PolicyVersion | None
     adapters: tuple[PolicyVersion, ...]
     older: tuple[PolicyVersion, ...] = ()
+    canaries: tuple[PolicyVersion, ...] = ()
 
     def holding(self) -> Holding:
-        rows = (*self.adapters, *self.older)
+        rows = (*self.adapters, *self.canaries, *self.older)
         return Holding(label_of(self.full), {adapter_name(r.policy, r.version): str(r.path) for r in rows})
 
 
@@ -66,7 +68,7 @@ async def bring(handle: Handle, target: Target, seen: Seen) -> Arrived:
     base = await client.base_model()
     fingerprint_id = await seen(handle)
     await _bring_weights(client, base, target.full)
-    for row in target.adapters:
+    for row in (*target.adapters, *target.canaries):
         await _bring_adapter(client, base, row)
     lacks = set()
     for row in target.older:
@@ -138,6 +140,9 @@ async def look(handle: Handle, holding: Holding | None) -> str | None:
 
 
 def rows_by_kind(rows: Collection[PolicyVersion], policy: str) -> Target:
-    """The versions that are live in the log, as a target; full weights only of the proxy's own policy."""
+    """The versions that are live or canaries in the log, as a target; full weights only of the proxy's own
+    policy."""
     full = next((r for r in rows if r.kind is WeightsKind.FULL and r.policy == policy), None)
-    return Target(full, tuple(row for row in rows if row.kind is WeightsKind.LORA))
+    adapters = [row for row in rows if row.kind is WeightsKind.LORA]
+    canaries = tuple(row for row in adapters if row.status is VersionStatus.CANARY)
+    return Target(full, tuple(row for row in adapters if row not in canaries), canaries=canaries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...store.policies import IN_HAND, WithdrawnError, live_version, load_versio
 from ...store.policy_requests import PolicyRequest, decide, load_request
 from ..live.engines import Holding
 from .arrival import check_version_files
+from .canary import Plan
 from .evaluation import Evaluation
 from .place import BusyError, Handle, Place, RejectedError, verdict_of, what_is_missing
 from .swap import Hooks, add_adapter, back_to_base, replace_weights
@@ -44,7 +46,9 @@ class Candidates:
         *,
         policy: str,
         evaluation: Evaluation | None = None,
+        canary: Plan | None = None,
     ) -> None:
+        self._canary = canary
         self._evaluation = evaluation
         self._place = place
         self._log = log
@@ -54,6 +58,10 @@ class Candidates:
 
     async def publish(self, version: PolicyVersion) -> None:
         what = f"version {version.version} of {version.policy!r}"
+        canary = self._place.live.canary_version(version.policy)
+        if canary is not None:
+            self._notices.say(f"{what} waits until version {canary} is no canary any more")
+            return
         logger.info("%s: loading from %s", what, version.path)
         key = (version.policy, version.version)
         try:
@@ -76,7 +84,8 @@ class Candidates:
             await self._reject(version, what, str(error), verdict_of(error))
         else:
             self._tries.pop(key, None)
-            logger.info("%s: live", what)
+            is_canary = self._place.live.canary_version(version.policy) == version.version
+            logger.info("%s: %s", what, "a canary" if is_canary else "live")
 
     async def serve_base(self, request: PolicyRequest) -> None:
         """Back to the base model: no version of the policy is live any more."""
@@ -114,15 +123,22 @@ class Candidates:
         previous = await self._log.read(partial(live_version, policy=version.policy))
         probed = await self._log.read(lambda conn: with_probe_from(conn, version, previous))
 
+        plan = self._canary_plan(version)
+
         async def accepted(verdict: Mapping[str, Any]) -> None:
-            await self._set_status(version, VersionStatus.LIVE, verdict)
+            if plan is None:
+                await self._set_status(version, VersionStatus.LIVE, verdict)
+            else:
+                kept = {**verdict, "canary": asdict(plan.begun()), "waits_sec": plan.max_sec}
+                await self._set_status(version, VersionStatus.CANARY, kept)
 
         async def proven(model: str, holds: Holding, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
             if self._evaluation is None or _has_served(version):
                 return verdict
             return await self._evaluate(self._evaluation, version, model, holds, verdict)
 
-        hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted, proven)
+        share = None if plan is None else plan.share
+        hooks = Hooks(lambda: self._set_status(version, VersionStatus.PROBING), accepted, share, proven)
         swap = add_adapter if version.kind is WeightsKind.LORA else replace_weights
         await swap(self._place, probed, previous, hooks)
 
@@ -144,6 +160,17 @@ class Candidates:
         base = await self._log.read(lambda conn: base_version(conn, previous))
         swap = back_to_base if previous.kind is WeightsKind.LORA else replace_weights
         await swap(self._place, base, previous, Hooks(_nothing, accepted))
+
+    def _canary_plan(self, version: PolicyVersion) -> Plan | None:
+        """None: it goes live at once."""
+        if self._canary is None or _has_served(version):
+            return None
+        if version.kind is WeightsKind.FULL:
+            raise PublishError(
+                "full weights can't serve a share of the episodes: train an adapter, or set no canary_share"
+            )
+        # A policy that nothing serves has nothing to compare with, and its calls nowhere else to go.
+        return None if self._place.live.live_version(version.policy) is None else self._canary
 
     def _require_full_fits(self, version: PolicyVersion) -> None:
         """Full weights are under everything that the engine serves."""

@@ -3,7 +3,7 @@ retired.
 
 Driven by rows: the trainer and people (store/promotion.py) only write them. Owns the order of a turn: engines
 first (rotation.py), then rows that somebody has flipped by hand (flipped.py), then candidates
-(candidates.py), then what was live (drained.py).
+(candidates.py), then what was live (drained.py). Canaries are judged before candidates (canary.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...store.policies import IN_HAND, versions_with_status
 from ...store.policy_requests import waiting_requests
 from ..live.policies import BASE_VERSION
 from .arrival import Seen, rows_by_kind
+from .canary import Canaries, Plan
 from .candidates import Candidates
 from .drained import Drained
 from .evaluation import Evaluation, OpenDoor
@@ -53,19 +54,29 @@ class Publisher:
             assert open_door is not None, "an evaluation asks the version"
             evaluation = Evaluation(settings.evaluation, open_door)
         self._candidates = Candidates(
-            place, self._log, self._notices, policy=settings.policy, evaluation=evaluation
+            place,
+            self._log,
+            self._notices,
+            policy=settings.policy,
+            evaluation=evaluation,
+            canary=Plan.of(settings),
         )
+        self.canaries = Canaries(place, self._log, self._notices)
         self._drained = Drained(place, self._log)
         self._flipped = Flipped(place, self._log)
 
     async def take_over(self, *, was_open: bool) -> None:
         """This proxy publishes from now on. What another has left half done is set up anew, by the log."""
-        rows = await self._log.read(lambda conn: versions_with_status(conn, VersionStatus.LIVE))
+        rows = await self._log.read(
+            lambda conn: versions_with_status(conn, VersionStatus.LIVE, VersionStatus.CANARY)
+        )
         target = rows_by_kind(rows, self._policy)
         live, held = self._place.live, self._place.engines.holding
         logged = {row.policy: row.version for row in (*target.adapters, *filter(None, [target.full]))}
+        canaries = {row.policy: row.version for row in target.canaries}
         is_as_logged = (
             all(live.live_version(name) == version for name, version in logged.items())
+            and all(live.canary_version(name) == canaries.get(name) for name in live.policies)
             and all(live.live_version(name) == BASE_VERSION for name in live.policies if name not in logged)
             and all(held.adapters.get(name) == path for name, path in target.holding().adapters.items())
             and held.label == target.holding().label
@@ -89,6 +100,7 @@ class Publisher:
             finally:
                 await self._place.fleet.release()  # closed at start or by a set-up; a swap releases its own
             await self._flipped.take_back()
+            await self.canaries.look()
             for version in await self._log.read(lambda conn: versions_with_status(conn, *IN_HAND)):
                 await self._candidates.publish(version)
             for request in await self._log.read(waiting_requests):

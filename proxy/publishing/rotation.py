@@ -18,6 +18,7 @@ from ...records import PolicyVersion, VersionStatus, WeightsKind
 from ...store.policies import WAITING, policy_names, versions_with_status
 from ..live.policies import BASE_VERSION, adapter_name
 from .arrival import Arrived, CantHoldError, Seen, Target, bring, look, rows_by_kind
+from .canary import Plan
 from .place import Handle, Place, verdict_of
 from .version_log import Notices, VersionLog
 
@@ -139,22 +140,26 @@ class Rotation:
             model = base if row.kind is WeightsKind.FULL else _name(row)
             self._live.set_live(row.policy, row.version, row.kind, model)
             logger.info("version %d of %r is live (%s)", row.version, row.policy, row.kind.value)
+        for row in target.canaries:
+            plan = Plan.in_verdict(row.verdict)
+            if plan is not None and self._live.live_version(row.policy) is not None:
+                self._live.set_canary(row.policy, row.version, _name(row), plan.share)
 
     async def _target(self, needs: Callable[[str, int], bool]) -> Target:
         """What is live in the log, and those of the older adapters that are still needed."""
         # One that a person has asked for is a candidate again; its episodes are pinned to it all the same.
         held = (VersionStatus.LIVE, VersionStatus.DRAINING, *WAITING)
         rows = await self._log.read(lambda conn: versions_with_status(conn, *held))
-        live = [row for row in rows if row.status is VersionStatus.LIVE]
+        serving = [row for row in rows if row.status in (VersionStatus.LIVE, VersionStatus.CANARY)]
         older = tuple(
             row
             for row in rows
-            if row.status is not VersionStatus.LIVE
+            if row not in serving
             and row.live_at_ms is not None
             and row.kind is WeightsKind.LORA
             and needs(row.policy, row.version)
         )
-        return replace(rows_by_kind(live, self._policy), older=older)
+        return replace(rows_by_kind(serving, self._policy), older=older)
 
     async def _bring(
         self, handles: Sequence[Handle], target: Target

@@ -37,6 +37,8 @@ class Hooks:
 
     on_probing: Callable[[], Awaitable[None]]
     on_accepted: Callable[[Mapping[str, Any]], Awaitable[None]]
+    canary_share: float | None = None
+    """Of the episodes that begin; None: it is live at once."""
     on_proven: Callable[[str, Holding, Mapping[str, Any]], Awaitable[Mapping[str, Any]]] | None = None
 
     async def proven(self, model: str, holds: Holding, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,7 +122,10 @@ async def add_adapter(
         if is_held:
             await place.fleet.release()
         raise
-    live.set_live(version.policy, version.version, version.kind, name)
+    if hooks.canary_share is not None:
+        live.set_canary(version.policy, version.version, name, hooks.canary_share)
+    else:
+        live.set_live(version.policy, version.version, version.kind, name)
     place.engines.holding = holds
     await place.fleet.release()
 

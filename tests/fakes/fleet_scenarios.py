@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
-from fakes.log_rows import intent
+from fakes.log_rows import intent, reward
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.live.engines import Engines
@@ -28,6 +28,7 @@ from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.append import append_entries
 from lightning_rl.store.database import Database
+from lightning_rl.store.episodes import add_reward
 from lightning_rl.store.policies import add_candidate, load_version
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
@@ -50,7 +51,9 @@ class Proxy:
     def __init__(self, fleet: Fleet, *, publishes: bool = True) -> None:
         self.fleet = fleet
         self.database = Database.open(fleet.url)
-        self.settings = ProxySettings.load(engine_url=URLS, publish_poll_sec=0.01, publish=publishes)
+        self.settings = ProxySettings.load(
+            engine_url=URLS, publish_poll_sec=0.01, publish=publishes, **fleet.settings
+        )
         self.gate = Gate()
         self.live = LivePolicies("policy", {}, self.gate)
         self.engines = Engines(URLS)
@@ -157,6 +160,7 @@ class Fleet:
         self.fakes = [FakeEngine(folder / "base") for _ in URLS]
         self.database = Database.open(url)
         self.proxies: list[Proxy] = []
+        self.settings: dict[str, Any] = {}  # of proxies that are added from now on
         self.admitted: list[int] = []
         self.calls: list[tuple[str, int]] = []
 
@@ -297,6 +301,36 @@ async def test_pins_are_the_same_in_both(fleet: Fleet) -> None:
     assert await second.call("new") == 1
     assert await first.call("new") == 1
     assert fleet.status(1) is VersionStatus.LIVE
+
+
+@scenario
+async def test_a_canary_draws_the_same_episodes_in_both_and_outlives_its_publisher(fleet: Fleet) -> None:
+    fleet.settings = {"canary_share": 0.5, "canary_episodes": 2}
+    first, second = await fleet.two()
+    fleet.candidate(1, LORA)
+    await until(lambda: second.live.canary_version("policy") == 1 and second.gate.is_open)
+    names = [f"e{n}" for n in range(12)]
+    drawn = [await second.call(name) for name in names]
+    assert set(drawn) == {0, 1}
+    assert [await first.call(name) for name in names] == drawn
+    assert [await first.call(f"{name}-new") for name in names] == [
+        await second.call(f"{name}-new") for name in names
+    ]
+    assert await second.call(None) == 0
+    await first.crash()
+    await until(lambda: second.member.is_publisher and second.gate.is_open)
+    await until(lambda: second.live.canary_version("policy") == 1)
+    assert fleet.status(1) is VersionStatus.CANARY
+    assert [await second.call(name) for name in names] == drawn
+    third = fleet.add()
+    await until(lambda: third.gate.is_open and third.live.canary_version("policy") == 1)
+    assert [await third.call(name) for name in names] == drawn
+    with fleet.database.write() as conn:
+        for name in names:
+            add_reward(conn, reward(name, 1.0, final=True))
+    await until(lambda: fleet.status(1) is VersionStatus.LIVE)
+    await until(lambda: third.live.live_version("policy") == 1 and third.gate.is_open)
+    assert await third.call("after") == 1
 
 
 @scenario

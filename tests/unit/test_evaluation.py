@@ -30,6 +30,7 @@ from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version, set_version_status
+from lightning_rl.store.verdicts import verdict_words
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
 CHAT = "/v1/chat/completions"
@@ -448,3 +449,13 @@ def test_the_evaluations_calls_pass_while_all_others_are_held(tmp_path: Path) ->
         patch.setattr(ProxyApp, "open_evaluation", opened)
         rows, _ = through_the_door(tmp_path, calls)
     assert sorted(row["policy_version"] for row in rows) == [0, 7]
+
+
+def test_the_numbers_are_shown_with_the_verdict() -> None:
+    verdict = {
+        "result": "follows",
+        "slope": 1.0,
+        "gap_rms": 0.001,
+        "evaluation": {"numbers": {"accuracy": 0.5}},
+    }
+    assert verdict_words(verdict) == "follows (slope 1.00, gap 0.001); accuracy 0.5"

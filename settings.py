@@ -449,6 +449,11 @@ class TrainSettings(_Layered):
     )
     watch: bool = Field(False, description="Wait for new groups and go on.")
     publish: bool = Field(True, description="Hand each version to the proxy that serves the policy.")
+    share_gpu: bool = Field(
+        False,
+        description="The engines sleep while a step is computed, so that one GPU does for both "
+        "(docs/publishing.md).",
+    )
     publish_timeout_sec: float = Field(300, gt=0, description="How long to wait for a version to go live.")
     keep_versions: int = Field(3, ge=2, description="Folders of retired versions to keep.")
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(

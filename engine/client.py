@@ -204,6 +204,27 @@ class EngineClient:
         """A note in the engine's memory, gone when it restarts; says nothing about the weights themselves."""
         await self._post("/update_weight_version", {"new_version": label})
 
+    async def sleep(self, level: int) -> None:
+        """Give the GPU's memory back: the cache and, level 1, the weights, which are kept in main memory."""
+        answer = await self.ask("POST", f"/sleep?level={level}")
+        if answer.status == 404:
+            raise EngineError(
+                f"the engine at {self.url} can't sleep: start it with `lightning engine serve --sleep`, or "
+                "with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on loopback"
+            )
+        if answer.status != 200:
+            raise _refused(self.url, "/sleep", answer)
+
+    async def wake(self) -> None:
+        """As it was, with an empty cache; harmless on an engine that is awake."""
+        answer = await self.ask("POST", "/wake_up")
+        if answer.status not in (200, 404):
+            raise _refused(self.url, "/wake_up", answer)
+
+    async def is_asleep(self) -> bool:
+        answer = await self.ask("GET", "/is_sleeping", timeout_sec=QUICK_TIMEOUT_SEC)
+        return answer.status == 200 and isinstance(answer.doc, dict) and bool(answer.doc.get("is_sleeping"))
+
     async def score(self, model: str, ids: TokenIds, *, cache_salt: str | None = None) -> Logprobs:
         """Logprobs of ids[1:], computed anew: prompt logprobs never come out of the prefix cache."""
         body: dict[str, Any] = {

@@ -38,6 +38,9 @@ def serve(  # noqa: PLR0917 - a parameter per flag
     dtype: Annotated[str | None, typer.Option(help="Precision. Default: float32 on a CPU.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Longest prompt and answer.")] = None,
     tool_call_parser: Annotated[str, typer.Option(help="Parser of tool calls; '' for none.")] = "hermes",
+    sleep: Annotated[
+        bool, typer.Option("--sleep", help="May be put to sleep by a trainer that shares the GPU.")
+    ] = False,
     log: Annotated[Path | None, typer.Option(help="File for vLLM's log. Default: a temporary one.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show vLLM's log on stderr.")] = False,
 ) -> None:
@@ -60,6 +63,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
         dtype=dtype,
         max_model_len=max_model_len,
         tool_call_parser=tool_call_parser or None,
+        sleep=sleep,
         extra=tuple(ctx.args),
     )
     machine = look_at_machine()

@@ -39,6 +39,7 @@ class ServeOptions:
     dtype: str | None = None
     max_model_len: int | None = None
     tool_call_parser: str | None = "hermes"
+    sleep: bool = False  # may be put to sleep, while a trainer has the GPU
     extra: tuple[str, ...] = ()
 
     def has_lora(self, device: Device) -> bool:
@@ -93,6 +94,8 @@ def command(options: ServeOptions, machine: Machine) -> list[str]:
     if options.has_lora(device):
         line += ["--enable-lora", "--max-loras", str(options.max_loras)]
         line += ["--max-lora-rank", str(options.max_lora_rank)]
+    if options.sleep:
+        line += ["--enable-sleep-mode"]
     if options.has_reload(device):
         line += ["--worker-extension-cls", RELOAD_EXTENSION]
     if device is Device.CPU:
@@ -122,7 +125,7 @@ def environment(options: ServeOptions, machine: Machine, given: Mapping[str, str
     }
     if options.has_lora(machine.device):
         wanted["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if options.has_reload(machine.device):
+    if options.has_reload(machine.device) or options.sleep:
         wanted["VLLM_SERVER_DEV_MODE"] = "1"
     if machine.device is Device.CPU:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(machine.available_bytes))

@@ -28,6 +28,11 @@ def look_at_machine() -> Machine:
 def check(options: ServeOptions, machine: Machine) -> None:
     """Raise the first thing that would keep vLLM from starting."""
     check_model(options.model)
+    if options.sleep and not options.is_loopback:
+        raise UserError(
+            "--sleep needs vLLM's development routes, which no API key guards: listen on loopback, "
+            f"not on {options.host}"
+        )
     if machine.device is Device.CPU:
         check_torch_builds()
         check_memory(options, machine)

@@ -10,7 +10,7 @@ from ..records import new_id, now_ms
 from .schema import events
 from .statements import optional_text, storable_json, storable_text
 
-Subject = Literal["episode", "call", "choice", "policy_version"]
+Subject = Literal["episode", "call", "choice", "policy_version", "run"]
 
 
 def add_event(  # noqa: PLR0917 - the order of the table's columns

@@ -86,6 +86,10 @@ def train(
         bool | None,
         typer.Option("--publish/--no-publish", help="Hand each version to the proxy that serves it."),
     ] = None,
+    share_gpu: Annotated[
+        bool | None,
+        typer.Option("--share-gpu/--no-share-gpu", help="Have the engines sleep while a step is computed."),
+    ] = None,
     publish_timeout_sec: Annotated[
         float | None, typer.Option(help="How long a version may take to go live.")
     ] = None,

@@ -65,6 +65,10 @@ def train(
         models.check_folder(settings.model)
         plan_settings(settings)
         require_trackers(settings.report_to)
+        if settings.share_gpu and not settings.publish:
+            raise SettingsError(
+                "--share-gpu asks the proxy that publishes; it can't be used with --no-publish"
+            )
         return TrainingRun(database, settings, fresh=fresh).run(as_json=as_json)
     finally:
         database.close()

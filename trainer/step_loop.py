@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..records import PolicyVersion
+from ..records import PolicyVersion, Transition
 from ..settings import TrainSettings
 from ..store.database import Database
 from ..store.runs import add_manifest, finish_step
@@ -27,6 +27,7 @@ from .place import RunPlace
 from .planning.plan import StepPlan, transitions
 from .planning.run_plans import Planned, RunPlans
 from .report import RunReport, StepLine
+from .rest import EngineRest
 from .resume import Resumption
 from .run_folder import write_manifest
 from .steps import models
@@ -83,6 +84,7 @@ class StepLoop:
         self._max_tokens = models.token_budget(settings, trainer.model.device.type)
         if self._shape.note is not None:
             report.message(self._shape.note)
+        self._rest = EngineRest(database, settings, place.run_id)
         self._warned_of: set[str] = set()
         self._critic: KeptValuer | None = None
 
@@ -134,6 +136,17 @@ class StepLoop:
         if not plan.trains:
             self._finish_empty(plan, self._teach(planned, line))
             return
+        self._rest.begin(self._report.doing)
+        try:
+            yield from self._computed(planned, trained, line, began)
+        finally:
+            self._rest.end()
+
+    def _computed(
+        self, planned: Planned, trained: Sequence[Transition], line: StepLine, began: float
+    ) -> Iterator[Sequence[MicroBatch]]:
+        """The part of a step that needs the GPU, and the hand-over."""
+        plan = planned.plan
         probe = Probe.before_step(self._trainer, trained, self._max_tokens)
         batches = cheapest_batches(trained, self._max_tokens, self._shape, self._trainer.num_ranks)
         share = self._trainer.share(batches)
@@ -201,10 +214,13 @@ class StepLoop:
         self._save_checkpoint(line.step, gathered)
         line = replace(line, to_version=version.version, save_sec=time.monotonic() - started)
         line = replace(line, seconds=time.monotonic() - began)
+        if self._settings.share_gpu:
+            models.empty_cache()
         with self._database.write() as conn:
             self._ownership.vouch(conn)
             if self._settings.publish:
                 self._handover.offer(conn, version)
+            self._rest.end_in(conn)
             finish_step(conn, place.run_id, line.step, to_version=version.version, metrics=line.as_json())
         place.version = version.version
         place.steps_trained += 1

@@ -66,6 +66,9 @@ async def bring(handle: Handle, target: Target, seen: Seen) -> Arrived:
     """Raises CantHoldError; EngineError for what is no version's fault: that is waited out."""
     client = handle.client
     base = await client.base_model()
+    if await client.is_asleep():  # whoever put it to sleep is gone
+        logger.warning("the engine at %s sleeps; it is woken", handle.state.url)
+        await client.wake()
     fingerprint_id = await seen(handle)
     await _bring_weights(client, base, target.full)
     for row in (*target.adapters, *target.canaries):

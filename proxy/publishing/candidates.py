@@ -219,6 +219,8 @@ class Candidates:
         until = {**verdict, "waits_sec": gate.timeout_sec}
         await self._set_status(version, VersionStatus.EVALUATING, until)
         await place.fleet.prepare(is_changing=False)  # not for the next minutes
+        if version.kind is WeightsKind.LORA:
+            await place.fleet.release()  # after an engine's rest; the old version serves meanwhile
         found = await gate.run(version, model, still_there)
         seen = {**verdict, "evaluation": found.doc}
         if found.reason is not None:

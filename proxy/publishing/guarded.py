@@ -52,3 +52,14 @@ class GuardedEngine:
     async def set_weight_label(self, label: str) -> None:
         self._require()
         await self._engine.set_weight_label(label)
+
+    async def sleep(self, level: int) -> None:
+        self._require()
+        await self._engine.sleep(level)
+
+    async def wake(self) -> None:
+        self._require()
+        await self._engine.wake()
+
+    async def is_asleep(self) -> bool:
+        return await self._engine.is_asleep()

@@ -24,6 +24,7 @@ from .drained import Drained
 from .evaluation import Evaluation, OpenDoor
 from .flipped import Flipped
 from .place import Handle, Place
+from .rests import Rests
 from .rotation import Rotation
 from .version_log import Notices, VersionLog
 
@@ -62,6 +63,7 @@ class Publisher:
             canary=Plan.of(settings),
         )
         self.canaries = Canaries(place, self._log, self._notices)
+        self._rests = Rests(place, self._log, self._notices)
         self._drained = Drained(place, self._log)
         self._flipped = Flipped(place, self._log)
 
@@ -101,11 +103,13 @@ class Publisher:
                 await self._place.fleet.release()  # closed at start or by a set-up; a swap releases its own
             await self._flipped.take_back()
             await self.canaries.look()
+            await self._rests.look()
             for version in await self._log.read(lambda conn: versions_with_status(conn, *IN_HAND)):
                 await self._candidates.publish(version)
             for request in await self._log.read(waiting_requests):
                 if request.version == BASE_VERSION:
                     await self._candidates.serve_base(request)
+            await self._place.fleet.release()  # after a rest without a new version
             await self._drained.unload()
         except LightningError as error:
             self._notices.say(str(error))

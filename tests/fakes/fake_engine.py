@@ -86,6 +86,7 @@ class FakeEngine:
     def restart(self) -> None:
         """As it is after a start: base weights, no adapters, an empty cache."""
         self.is_up = True
+        self.asleep = False
         self.weight = read_weight(self.root)
         self.label = "default"
         self.adapters: dict[str, tuple[str, float]] = {}
@@ -101,6 +102,7 @@ class FakeEngine:
         self.calls.append(what)
 
     def _weight_of(self, model: str) -> float:
+        assert not self.asleep, "nobody may ask an engine that sleeps"
         if model == BASE:
             return self.weight
         if model not in self.adapters:
@@ -156,6 +158,21 @@ class FakeEngine:
         else:
             self.cache.clear()
         return True
+
+    async def sleep(self, level: int) -> None:
+        await self._ask(f"sleep {level}")
+        if self.sabotage == "can't sleep":
+            raise EngineRefusedError("can't sleep", 404)
+        self.asleep = True
+        self.cache.clear()
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+        self.asleep = False
+
+    async def is_asleep(self) -> bool:
+        await self._ask("asleep?")
+        return self.asleep
 
     async def weight_label(self) -> str | None:
         await self._ask("label?")

@@ -257,6 +257,16 @@ def test_missing_routes_and_refusals_are_told_apart() -> None:
     with_client(TinyVllm("reload", "scoring", "logprobs"), ask)
 
 
+def test_an_engine_that_cannot_sleep_says_how_it_could() -> None:
+    async def ask(client: EngineClient) -> None:
+        assert not await client.is_asleep()
+        await client.wake()
+        with pytest.raises(EngineError, match="lightning engine serve --sleep"):
+            await client.sleep(1)
+
+    with_client(TinyVllm(), ask)
+
+
 def test_the_key_is_sent() -> None:
     async def ask(client: EngineClient) -> str:
         return (await client.base_model()).name

@@ -51,6 +51,14 @@ def test_a_cpu_serves_float32_without_adapters_and_can_reload() -> None:
     assert added["HF_HUB_OFFLINE"] == added["VLLM_NO_USAGE_STATS"] == added["DO_NOT_TRACK"] == "1"
 
 
+def test_an_engine_that_may_sleep_has_the_routes_for_it_on_loopback_only() -> None:
+    sleeps = ServeOptions(MODEL, sleep=True)
+    assert "--enable-sleep-mode" in command(sleeps, machine(GPU))
+    assert environment(sleeps, machine(GPU), {})["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "--enable-sleep-mode" not in command(ServeOptions(MODEL), machine(GPU))
+    assert "VLLM_SERVER_DEV_MODE" not in environment(ServeOptions(MODEL), machine(GPU), {})
+
+
 def test_a_small_machine_keeps_its_cores_for_the_answers() -> None:
     line = command(ServeOptions(MODEL), machine(cores=2))
     assert flag(line, "--distributed-executor-backend").endswith(".UniProcExecutor")

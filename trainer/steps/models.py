@@ -175,6 +175,14 @@ def use_device(settings: TrainSettings) -> bool:
     return available and settings.device != "cpu" and not is_set("ACCELERATE_USE_CPU")
 
 
+def empty_cache() -> None:
+    """What torch has kept of the GPU's memory for later goes back: somebody else needs it now."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def load_model(settings: TrainSettings, start: StartWeights) -> Any:
     """The model with the weights to train: all of them, or an adapter on frozen ones."""
     import torch

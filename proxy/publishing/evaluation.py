@@ -138,14 +138,7 @@ async def run_command(argv: Sequence[str], environment: Mapping[str, str], timeo
     """Run it without a shell, in a process group of its own, which is killed at the end, however it ends."""
     started = time.monotonic()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=dict(environment),
-            start_new_session=True,
-        )
+        process = await _started(argv, environment)
     except OSError as error:
         return Ran(127, 0.0, f"{argv[0]}: {error.strerror}", {})
     assert process.stdout is not None, "a pipe"
@@ -158,8 +151,7 @@ async def run_command(argv: Sequence[str], environment: Mapping[str, str], timeo
     try:
         has_ended = await _has_ended(process, timeout_sec)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its children too, also after its own end
+        _kill(process)
         await asyncio.wait(readers, timeout=_LAST_WORDS_SEC)
         for reader in readers:
             reader.cancel()
@@ -170,6 +162,31 @@ async def run_command(argv: Sequence[str], environment: Mapping[str, str], timeo
     output = both.decode("utf-8", "replace").replace("\x00", "\ufffd")
     numbers = numbers_in(stdout.decode("utf-8", "replace"))
     return Ran(process.returncode if has_ended else None, seconds, output, numbers)
+
+
+async def _started(argv: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            _kill(await starting)  # it may have children by now, of which asyncio knows nothing
+        raise
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """And its children, also after its own end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _has_ended(process: asyncio.subprocess.Process, timeout_sec: float) -> bool:

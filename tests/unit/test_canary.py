@@ -391,7 +391,7 @@ def test_the_trainer_waits_as_long_as_gates_and_canaries_may_take(world: World) 
     with world.database.write() as conn:
         set_version_status(conn, "policy", 1, CANARY, verdict={"waits_sec": 600}, source="test")
     settings = TrainSettings.load(model=Path(), db=world.database.url, publish_timeout_sec=0.05)
-    handover = Handover(world.database, settings, "run", world.folder)
+    handover = Handover(world.database, settings, "run", world.folder, serves=0)
     seen: list[VersionStatus] = []
 
     def decide() -> None:

@@ -108,6 +108,20 @@ def test_packing_cuts_at_the_shortest_shared_prefix():
     assert [len(batch.input_ids) for batch in batches] == [8, 8]
 
 
+def test_an_episode_is_not_cut_where_the_next_one_would_fit_whole():
+    """Three episodes of calls that extend each other, of 16 tokens beyond a shared 4; a budget for one and a
+    half of them. Cut inside, the second would be computed twice."""
+    made = []
+    for episode in range(3):
+        prompt = [1, 2, 3, 4]
+        for call in range(4):
+            prompt = [*prompt, *(100 * episode + 10 * call + k for k in range(10, 14))]
+            made.append(transition(f"{episode}-{call}", prompt, [5]))
+    batches = tree_batches(made, 30)
+    assert [{name[0] for name, _ in batch.choices} for batch in batches] == [{"0"}, {"1"}, {"2"}]
+    assert [len(batch.input_ids) for batch in batches] == [20, 20, 20]
+
+
 def test_sequences_longer_than_the_budget_are_whole_and_still_share():
     prompt = list(range(100))
     made = [transition(f"long{i}", [*prompt, 200 + i], [1]) for i in range(4)]

@@ -144,7 +144,7 @@ def in_tree_order(
 
 
 def _parts(transitions: Sequence[Transition], max_tokens: int) -> Iterator[list[_Placed]]:
-    """Cut the sorted order into micro-batches, each time at the place of least sharing in the last third."""
+    """Cut the sorted order into micro-batches, each time where least has to be computed again."""
     contexts, shared = in_tree_order(transitions)
     start = 0
     while start < len(contexts):
@@ -154,7 +154,7 @@ def _parts(transitions: Sequence[Transition], max_tokens: int) -> Iterator[list[
             tokens += len(context) - (shared[end] if end > start else 0)
             terms += len(transition.completion_ids)
             if end > start and max(tokens, terms) > max_tokens:
-                end = _best_cut(shared, start, end)
+                end = _best_cut(contexts, shared, (start, end), max_tokens)
                 break
             end += 1
         yield [
@@ -164,10 +164,26 @@ def _parts(transitions: Sequence[Transition], max_tokens: int) -> Iterator[list[
         start = end
 
 
-def _best_cut(shared: Sequence[int], start: int, end: int) -> int:
-    """`end` must start a new micro-batch; an earlier place loses less where it shares a shorter prefix."""
-    earliest = end - (end - start) // 3
-    return min(range(earliest, end + 1), key=lambda i: (shared[i], -i)) if earliest > start else end
+def _best_cut(
+    contexts: Sequence[tuple[TokenIds, Transition]],
+    shared: Sequence[int],
+    between: tuple[int, int],
+    max_tokens: int,
+) -> int:
+    """Where the next micro-batch begins, the second of `between` at the latest.
+
+    What it shares with this one it computes again, so the best place leaves most new tokens for each that is
+    computed; an eighth of the budget is counted with every micro-batch, since small ones are slow.
+    """
+    start, latest = between
+    best, best_yield = latest, -1.0
+    tokens = 0
+    for i in range(start, latest):
+        tokens += len(contexts[i][0]) - (shared[i] if i > start else 0)
+        found = (tokens - shared[i + 1]) / (tokens + max_tokens // 8)
+        if found >= best_yield:
+            best, best_yield = i + 1, found
+    return best
 
 
 def _tree(part: Sequence[_Placed]) -> TreeBatch:

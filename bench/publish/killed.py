@@ -50,18 +50,19 @@ async def play(
     kills: int,
     on_each: Callable[[str], None],
     seed: int = 0,
+    num_streams: int = NUM_STREAMS,
 ) -> Killed:
     found = Killed()
     chance = Random(seed)
     for kind, number in ((WeightsKind.LORA, kills // 2), (WeightsKind.FULL, kills - kills // 2)):
         async with stage(folder, trainer, [engine_url]) as scene:
-            clients = scene.clients(num_streams=NUM_STREAMS, max_tokens=16)
+            clients = scene.clients(num_streams=num_streams, max_tokens=16)
             async with clients.calling():
                 for _ in range(number):
-                    await clients.more(NUM_STREAMS)
+                    await clients.more(num_streams)
                     await _one_kill(scene, clients, kind, chance, found)
                     on_each(f"proxy killed {found.kills} of {kills} times")
-                await clients.more(NUM_STREAMS)
+                await clients.more(num_streams)
             found.cut += len(clients.failed)
             found.rescored.append(await scene.rescored(clients.call_ids))
     return found

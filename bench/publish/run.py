@@ -13,8 +13,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from rich.progress import Progress
 
 from . import killed, reload, rollback, sabotage, swaps, tables, two_engines
 from .processes import Engine
+from .stage import stage
 from .weights import TorchTrainer, tiny_llama
 
-PARTS = ("swaps", "rollback", "reload", "sabotage", "killed", "loop", "two_engines")
+_MAIN = ("swaps", "rollback", "reload")
+_TINY = ("sabotage", "killed", "loop")
+PARTS = (*_MAIN, *_TINY, "two_engines")
 
 
 def arguments() -> argparse.Namespace:
@@ -69,20 +73,22 @@ class Bench:
     async def run(self) -> None:
         tiny = tiny_llama(self.folder / "tiny", self.options.model)
         main = self.options.model if self.options.whole_model else tiny
-        if self.wants("swaps", "rollback", "reload"):
-            await self._with_engine(main, self._main_parts)
-        if self.wants("sabotage", "killed", "loop"):
-            await self._with_engine(tiny, self._tiny_parts)
+        both = [(main, self._main_parts, _MAIN), (tiny, self._tiny_parts, _TINY)]
+        for model in dict.fromkeys((main, tiny)):
+            its = [play for of, play, names in both if of == model and self.wants(*names)]
+            if its:
+                await self._with_engine(model, its)
         if self.wants("two_engines"):
             await self._two_engines(tiny)
 
-    async def _with_engine(self, model: Path, parts: Callable[[Engine, Path], Any]) -> None:
+    async def _with_engine(self, model: Path, parts: Sequence[Callable[[Engine, Path], Any]]) -> None:
         engine = self._engine(model, "engine")
         engine.start()
         try:
             took = await engine.ready()
             self.on_step(f"engine on {model.name}: ready after {took:.0f} s")
-            await parts(engine, model)
+            for play in parts:
+                await play(engine, model)
         finally:
             engine.end()
 
@@ -137,6 +143,16 @@ class Bench:
             doc = {"kills": ended.kills, "not_live": len(ended.not_live)}
             doc |= {"mismatches": len(ended.mislabelled)}
             self.note("killed", ended.is_met, tables.killed(ended), proxy_kills=doc)
+
+        if self.wants("loop"):
+            from .loop_kills import loop_kills
+
+            trainer = self._trainer(model, "loop")
+            async with stage(self.folder, trainer, [engine.url]) as scene:
+                play = partial(loop_kills, proxy_url=scene.url, on_each=self.on_step)
+                found = await asyncio.to_thread(play, scene.db, model, self.options.loop_kills, 0)
+            keys = {"loop_kills": found.kills, "duplicates": found.duplicates, "gaps": found.gaps}
+            self.note("loop", found.is_met, tables.loop(found), **keys)
 
     async def _two_engines(self, model: Path) -> None:
         engines = [self._engine(model, f"engine-{name}") for name in ("a", "b")]

@@ -251,6 +251,7 @@ class Acts:
     url: str  # of the engine that lies
     engine: LyingEngine
     on_each: Callable[[str], None]
+    num_streams: int
 
     async def play(
         self, sabotages: Sequence[Sabotage], switched_off: str
@@ -263,7 +264,7 @@ class Acts:
         beside: list[Rescored] = []
         for kind, group in itertools.groupby(sabotages, key=lambda sabotage: sabotage.kind):
             async with stage(self.folder, self.trainer, [self.url], switched_off) as scene:
-                clients = scene.clients(num_streams=NUM_STREAMS, max_tokens=16)
+                clients = scene.clients(num_streams=self.num_streams, max_tokens=16)
                 async with clients.calling():
                     seen += await self._group(scene, clients, list(group), kind)
                 if not switched_off:
@@ -320,10 +321,11 @@ async def play(
     *,
     on_each: Callable[[str], None],
     sabotages: Sequence[Sabotage] = SABOTAGES,
+    num_streams: int = NUM_STREAMS,
 ) -> Sabotaged:
     engine = LyingEngine(engine_url)
     with serving(engine, lifespan="on") as url:
-        acts = Acts(folder, TwoTrainers(trainer, foreign), url, engine, on_each)
+        acts = Acts(folder, TwoTrainers(trainer, foreign), url, engine, on_each, num_streams)
         on, beside = await acts.play(sabotages, "")
         off, _ = await acts.play(sabotages, "judging")
     return Sabotaged([_outcome(*each) for each in zip(sabotages, on, off, strict=True)], beside)

@@ -37,14 +37,16 @@ class Swaps:
         return not self.failed and not self.rescored.mismatches and enough and is_told_apart
 
 
-async def play(folder: Path, trainer: Trainer, engine_url: str, num_versions: int) -> Swaps:
+async def play(
+    folder: Path, trainer: Trainer, engine_url: str, num_versions: int, num_streams: int = NUM_STREAMS
+) -> Swaps:
     async with stage(folder, trainer, [engine_url]) as scene:
-        clients = scene.clients(num_streams=NUM_STREAMS)
+        clients = scene.clients(num_streams=num_streams)
         times: list[int] = []
         before = BASE
         made = [await asyncio.to_thread(trainer.adapter, f"swap-{i + 1}") for i in range(num_versions)]
         async with clients.calling():
-            await clients.more(NUM_STREAMS)
+            await clients.more(num_streams)
             for weights in made:
                 version = await scene.go_live(weights, before=before)
                 times.append(scene.swap_ms(version))

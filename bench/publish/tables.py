@@ -11,6 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from .killed import Killed
+    from .loop_kills import LoopKills
     from .reload import Reloaded
     from .rollback import RolledBack
     from .sabotage import Sabotaged
@@ -102,6 +103,17 @@ def two_engines(done: TwoEngines) -> RenderableType:
     ]
     wrong = [*done.refused, *done.lost, *done.backwards, *done.not_live, *done.mislabelled]
     return _pairs("Two engines, one killed at a random point of an update", rows, wrong)
+
+
+def loop(found: LoopKills) -> RenderableType:
+    rows = [
+        ("kills of lightning train --watch", f"{found.kills} ({_counted(found.killed_in)})"),
+        ("versions that went live", found.versions),
+        ("choices to train", found.choices),
+        ("trained twice, left out, strays", f"{found.duplicates}, {found.gaps}, {found.strays}"),
+        ("runs (1: every process went on with the first)", found.runs),
+    ]
+    return _pairs("The loop, killed at random moments", rows)
 
 
 def _counted(counter: dict[str, int]) -> str:

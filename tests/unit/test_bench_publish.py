@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from publish import killed, sabotage, swaps
 from publish.sabotage import SABOTAGES
 
+NUM_STREAMS = 3
+
 pytestmark = pytest.mark.slow  # each starts proxies
 
 
@@ -32,7 +34,7 @@ def nothing(_: str) -> None:
 
 
 def test_versions_go_live_under_load_and_no_call_is_mislabelled(tmp_path: Path, engine_url: str) -> None:
-    done = asyncio.run(swaps.play(tmp_path, NumberTrainer(tmp_path / "v"), engine_url, 3))
+    done = asyncio.run(swaps.play(tmp_path, NumberTrainer(tmp_path / "v"), engine_url, 3, NUM_STREAMS))
     assert done.failed == []
     assert done.rescored.mismatches == []
     assert set(done.rescored.by_version) == {0, 1, 2, 3}
@@ -44,7 +46,9 @@ def test_every_sabotage_is_caught_and_does_harm_where_nothing_is_checked(
     tmp_path: Path, engine_url: str
 ) -> None:
     trainer, foreign = NumberTrainer(tmp_path / "v"), NumberTrainer(tmp_path / "f", base=3.3)
-    done = asyncio.run(sabotage.play(tmp_path, trainer, foreign, engine_url, on_each=nothing))
+    done = asyncio.run(
+        sabotage.play(tmp_path, trainer, foreign, engine_url, on_each=nothing, num_streams=NUM_STREAMS)
+    )
     assert [one.name for one in done.outcomes if not one.is_caught] == []
     assert [one.name for one in done.outcomes if not one.is_let_through] == []
     assert done.failed == []
@@ -54,7 +58,14 @@ def test_every_sabotage_is_caught_and_does_harm_where_nothing_is_checked(
 
 def test_a_proxy_that_is_killed_in_the_middle_of_a_swap(tmp_path: Path, engine_url: str) -> None:
     done = asyncio.run(
-        killed.play(tmp_path, NumberTrainer(tmp_path / "v"), engine_url, kills=4, on_each=nothing)
+        killed.play(
+            tmp_path,
+            NumberTrainer(tmp_path / "v"),
+            engine_url,
+            kills=4,
+            on_each=nothing,
+            num_streams=NUM_STREAMS,
+        )
     )
     assert done.not_live == []
     assert done.mislabelled == []

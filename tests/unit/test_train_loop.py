@@ -20,7 +20,14 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.engine.probes import PROBE_TEXT, tokenizer_probe
-from lightning_rl.errors import ModelMismatchError, NothingToTrainError, PublishError, StoreError, UserError
+from lightning_rl.errors import (
+    ModelMismatchError,
+    NothingToTrainError,
+    PublishError,
+    SettingsError,
+    StoreError,
+    UserError,
+)
 from lightning_rl.records import Fingerprint, Purpose, VersionStatus
 from lightning_rl.settings import TrainSettings
 from lightning_rl.store.append import add_fingerprint, append_entries, create_episode
@@ -28,6 +35,7 @@ from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, end_episode
 from lightning_rl.store.policies import load_version, set_version_status, versions
 from lightning_rl.store.read import load_groups
+from lightning_rl.store.rests import rests, say_rest
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.store.selection import trainable_group_ids
 from lightning_rl.trainer.loop import train
@@ -162,6 +170,37 @@ def test_an_adapter_is_trained_published_and_continued(log, model_folder):
     assert lines(based.folder)[0]["gap_max"] < 1e-4
     with pytest.raises(UserError, match="holds lora weights, but this run trains full"):
         train(replace_settings(chosen, weights="full"))
+
+
+def test_the_engines_rest_from_the_probe_to_the_handover(log, model_folder):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    seen = []
+
+    def publish() -> None:
+        """What the publisher does: the engines sleep when they are asked to, and wake for the candidate."""
+        database = Database.open(log.url)
+        until = time.monotonic() + 60
+        while "engine_wake" not in seen and time.monotonic() < until:
+            with database.read() as conn:
+                found, offered = rests(conn), load_version(conn, "policy", 1)
+            state = found[0].state if found else None
+            if state is not None and state not in seen:
+                assert (offered is not None) == (state == "engine_wake")  # one transaction hands both over
+                seen.append(state)
+            if state == "engine_rest":
+                with database.write() as conn:
+                    say_rest(conn, found[0].run_id, "engine_asleep", source="test")
+            time.sleep(0.01)
+        database.close()
+        publish_next(log.url, 1)
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    train(settings(log, model_folder, publish=True, share_gpu=True))
+    publisher.join()
+    assert seen == ["engine_rest", "engine_asleep", "engine_wake"]
+    with pytest.raises(SettingsError, match="--share-gpu asks the proxy"):
+        train(settings(log, model_folder, publish=False, share_gpu=True))
 
 
 def replace_settings(chosen: TrainSettings, **changes) -> TrainSettings:

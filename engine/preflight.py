@@ -28,6 +28,8 @@ def look_at_machine() -> Machine:
 def check(options: ServeOptions, machine: Machine) -> None:
     """Raise the first thing that would keep vLLM from starting."""
     check_model(options.model)
+    if options.sleep and machine.device is Device.CPU:
+        raise UserError("--sleep is for a GPU: vLLM on a CPU has no sleep mode, and would keep its memory")
     if options.sleep and not options.is_loopback:
         raise UserError(
             "--sleep needs vLLM's development routes, which no API key guards: listen on loopback, "

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from ...records import EpisodeStatus, Purpose, RewardTarget
 from ..placement import group_id
-from ..schema import calls, choices, episodes, events, groups, policy_versions, rewards
+from ..schema import calls, choices, episodes, events, groups, policy_versions, rewards, runs
 from ..statements import existing
 from .report import REPORT, RESTORE, Findings
 
@@ -169,4 +169,6 @@ def _existing_subjects(conn: sa.Connection, subject: str, names: list[str]) -> s
     if subject == "policy_version":
         query = sa.select(policy_versions.c.policy, policy_versions.c.version)
         return {f"{policy}/{version}" for policy, version in conn.execute(query)}
+    if subject == "run":
+        return existing(conn, runs.c.id, names)
     return set(names)  # of a newer program's kind

@@ -59,6 +59,16 @@ def test_an_engine_that_may_sleep_has_the_routes_for_it_on_loopback_only() -> No
     assert "VLLM_SERVER_DEV_MODE" not in environment(ServeOptions(MODEL), machine(GPU), {})
 
 
+def test_sleep_is_refused_where_it_does_nothing_or_is_open_to_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="--sleep is for a GPU"):
+        preflight.check(ServeOptions(tmp_path, sleep=True), machine(CPU))
+    with pytest.raises(UserError, match=r"listen on loopback, not on 0\.0\.0\.0"):
+        preflight.check(ServeOptions(tmp_path, sleep=True, host="0.0.0.0"), machine(GPU))
+
+
 def test_a_small_machine_keeps_its_cores_for_the_answers() -> None:
     line = command(ServeOptions(MODEL), machine(cores=2))
     assert flag(line, "--distributed-executor-backend").endswith(".UniProcExecutor")

@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,14 @@ def start(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fakes.killed_runs"])
     process = context.Process(target=_child, args=(dict(settings), resume, point, how))
-    process.start()
+    had = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # else the server finds nothing to import beforehand
+    try:
+        process.start()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if had is not None:
+            os.environ["PYTHONPATH"] = had
     return process
 
 

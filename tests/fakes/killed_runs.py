@@ -35,9 +35,11 @@ POINTS = {
     "after the step is finished": ("trainer.checkpoint:delete_old", "before"),
     "before the line is printed": ("trainer.report:RunReport.step", "before"),
     "before old versions are deleted": ("trainer.candidate:Handover.delete_old", "before"),
-    "the run ends": ("trainer.loop:end_run", "before"),
 }
 """Where a run can be between two of its writes: a function of the package, and which side of it."""
+
+
+_END = {"the run ends": ("trainer.loop:end_run", "before")}  # once a run; steps have the others
 
 
 class Died(BaseException):
@@ -54,7 +56,7 @@ def kill_self() -> None:
 
 def dying(point: str, at_call: int, how: Callable[[], None], put: Callable[[Any, str, Any], None]) -> None:
     """Replace the point's function (`put` is a setattr) by one that dies at its n-th call, counted from 1."""
-    target, side = POINTS[point]
+    target, side = (POINTS | _END)[point]
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(f"lightning_rl.{module_name}")
     *outer, name = path.split(".")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ..errors import EngineError
 from .live.engines import Engines, EngineState
-from .live.policies import Lease
+from .live.served import Lease
 from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, Upstream
 
 logger = logging.getLogger("lightning.relay")

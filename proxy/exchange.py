@@ -17,7 +17,7 @@ from .asking import Asking, give_engine
 from .attribution.address import attribute, of_evaluation, without_episode
 from .incoming import Incoming, Parts, make_intent
 from .live.engines import EngineState
-from .live.policies import Lease, UnservedVersionError
+from .live.served import Lease, UnservedVersionError
 from .messages.capture import MAX_ERROR_CHARS, Answer, Ending, StreamReader, error_text, make_end
 from .messages.inject import Injection, inject
 from .messages.plain_chunks import PlainChunks

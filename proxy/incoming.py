@@ -12,7 +12,7 @@ from .attribution.inference import Inference
 from .attribution.kinds import Kinds
 from .attribution.lineage import Lineage, digest
 from .live.engines import Engines
-from .live.policies import Lease, Served
+from .live.served import Lease, Served
 from .messages.request import Request
 from .routes import Route
 from .transport.client import Client

@@ -27,7 +27,7 @@ from .attribution.keys import (
 from .exchange import serve_call
 from .incoming import Incoming, Parts
 from .live.engines import EngineState
-from .live.policies import Served, UnservedVersionError
+from .live.served import Served, UnservedVersionError
 from .messages.inject import Injection, inject
 from .messages.request import read_request
 from .messages.splice import Edit, apply, locate, parse

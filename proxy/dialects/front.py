@@ -19,7 +19,7 @@ from ...records import Attribution, CallDelivered, CallEnd, CallStatus, new_id, 
 from ..asking import Asking
 from ..exchange import LEFT, STOPPED, Exchange, admit, carry_out
 from ..incoming import Incoming, Parts, make_intent
-from ..live.policies import Lease
+from ..live.served import Lease
 from ..messages.capture import MAX_ERROR_CHARS
 from ..messages.request import Request
 from ..messages.sse import Framer, data_of

@@ -26,7 +26,7 @@ from ...records import (
 )
 from ..exchange import STOPPED, Exchange
 from ..incoming import CallRecorder, Incoming, Parts, make_intent
-from ..live.policies import Lease
+from ..live.served import Lease
 from ..messages.request import Request, read_request
 from ..routes import Route
 from ..transport.client import BodyTooLargeError, Client, ClientGoneError, Message, Receive, Scope, Send

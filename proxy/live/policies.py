@@ -1,6 +1,6 @@
 """Which weights answer which model name: the proxy's view of what is live.
 
-Owns the map policy -> version -> name in the engine, aliases, and episodes' pins. The publisher writes it,
+Owns the map policy -> version -> name in the engine, and who is sent where by it. The publisher writes it,
 the relay reads it; neither I/O nor SQL here. One event loop, no locks: every method runs to its end without
 a pause.
 """
@@ -13,17 +13,15 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import EngineError
 from ...records import WeightsKind
-from .engines import EngineState
 from .gate import Gate
+from .loaded import Canary, Loaded
 from .naming import Naming
-
-BASE_VERSION = 0
+from .pins import Pins
+from .served import BASE_VERSION, HeldTooLongError, Lease, Served, UnservedVersionError, adapter_name
 
 Recall = Callable[[str, str], Awaitable[tuple[int, float] | None]]
 """(policy, episode) -> the version that it is pinned to, and for how many seconds; None: to none."""
@@ -31,108 +29,6 @@ Recall = Callable[[str, str], Awaitable[tuple[int, float] | None]]
 
 _VERSION_NAME = re.compile(r"[A-Za-z0-9._-]+@[0-9]+")
 """The form of `adapter_name`: names that only we give."""
-
-
-class HeldTooLongError(EngineError):
-    """A call has waited at the closed gate for as long as it may."""
-
-
-class UnservedVersionError(EngineError):
-    """A version is asked for by its name that serves no call (yet, any more, or ever)."""
-
-
-def adapter_name(policy: str, version: int) -> str:
-    """The name under which the engine knows one LoRA version; a new one per version, never used again."""
-    return f"{policy}@{version}"
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a call is served by. `policy` and `version` None: no policy of ours.
-
-    `model` is the name to ask the engine for; None: what the agent wrote (or left out) is right already.
-    """
-
-    policy: str | None
-    version: int | None
-    model: str | None
-    is_adapter: bool = field(default=False, compare=False)
-    """Whether its name in the engine stands for this version alone."""
-
-    def named(self, requested: str | None) -> Served:
-        """As an answer to who has asked for that name."""
-        return replace(self, model=None) if self.model == requested else self
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    version: int
-    at_sec: float  # monotonic
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """A version on trial: `share` of the episodes that begin are its."""
-
-    version: int
-    share: float
-
-    def takes(self, policy: str, episode_id: str) -> bool:
-        """The same in every process, and drawn anew for each version."""
-        drawn = blake2b(f"{policy}\x00{self.version}\x00{episode_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(drawn) < self.share * 2**64
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """What the engine holds of one policy. `names` has every version that can be asked for by name."""
-
-    version: int
-    kind: WeightsKind
-    names: dict[int, str]
-    canary: Canary | None = None
-
-
-class Admits(Protocol):
-    """Who has admitted a call, and is told of its end."""
-
-    num_doubts: int
-
-    def version_now(self, served: Served, doubts: int | None = None) -> int | None: ...
-
-    def ended(self, served: Served) -> None: ...
-
-
-class Lease:
-    """One admitted call: what serves it, and which engine, until the engine's answer has ended."""
-
-    __slots__ = ("_doubts", "_live", "_released", "engine", "served")
-
-    def __init__(self, live: Admits, served: Served) -> None:
-        self._live = live
-        self._released = False
-        self._doubts = live.num_doubts
-        self.served = served
-        self.engine: EngineState | None = None
-
-    def use(self, engine: EngineState) -> None:
-        """The call is that engine's; it counts there until released, or until it moves to another."""
-        if self.engine is not None:
-            self.engine.in_flight -= 1
-        self.engine = engine
-        engine.in_flight += 1
-
-    def version_now(self) -> int | None:
-        """The version that its name stands for now: `policy_version_end` of a call. None: not known."""
-        return self._live.version_now(self.served, self._doubts)
-
-    def release(self) -> None:
-        """The engine's answer has ended. May be called twice; the second does nothing."""
-        if not self._released:
-            self._released = True
-            if self.engine is not None:
-                self.engine.in_flight -= 1
-            self._live.ended(self.served)
 
 
 class LivePolicies:
@@ -158,12 +54,10 @@ class LivePolicies:
         self._policy = policy
         self._naming = Naming(policy, dict(aliases), dict(agent_policies or {}))
         self._declared = set(self._naming.policies)
-        self._clock = clock
-        self._pin_max_age_sec = pin_max_age_sec
         self._hold_max_sec = hold_max_sec
         self._base_model: str | None = None
-        self._loaded: dict[str, _Loaded] = {}
-        self._pins: dict[tuple[str, str], _Pin] = {}  # by (policy, episode), oldest first
+        self._loaded: dict[str, Loaded] = {}
+        self._pins = Pins(pin_max_age_sec, clock)
         self._in_flight: Counter[tuple[str, int]] = Counter()
         self._changes = 0
         self.num_doubts = 0
@@ -226,8 +120,7 @@ class LivePolicies:
             asked_at = self._changes
             found = await self.recall(policy, episode_id)
             if found is not None:
-                version, age_sec = found
-                self._pins.setdefault((policy, episode_id), _Pin(version, self._clock() - age_sec))
+                self._pins.recall(policy, episode_id, *found)
 
     async def _pass_gate(self) -> None:
         if self.gate.is_open or math.isinf(self._hold_max_sec):
@@ -260,7 +153,7 @@ class LivePolicies:
     def end_episode(self, episode_id: str) -> None:
         """An ended episode needs no pin."""
         for policy in self._loaded:
-            self._pins.pop((policy, episode_id), None)
+            self._pins.forget(policy, episode_id)
 
     def visible_models(self) -> dict[str, str]:
         """Policy name -> engine's model name, for /v1/models."""
@@ -279,7 +172,7 @@ class LivePolicies:
         self._changes += 1
         for policy in self._declared:
             kind = WeightsKind.FULL if policy == self._policy else WeightsKind.LORA
-            self._loaded.setdefault(policy, _Loaded(BASE_VERSION, kind, {BASE_VERSION: name}))
+            self._loaded.setdefault(policy, Loaded(BASE_VERSION, kind, {BASE_VERSION: name}))
 
     def declare(self, policies: Iterable[str]) -> None:
         """They are served by the base model, as version 0, while no version of theirs is live."""
@@ -301,7 +194,7 @@ class LivePolicies:
         names = dict(held.names) if keep and held is not None else {}
         names[version] = model
         self._changes += 1
-        self._loaded[policy] = _Loaded(version, kind, names)
+        self._loaded[policy] = Loaded(version, kind, names)
         if kind is WeightsKind.FULL:
             self._base_is_theirs(policy, version)
 
@@ -335,10 +228,10 @@ class LivePolicies:
 
     def is_in_use(self, policy: str, version: int) -> bool:
         """Whether a call in flight or an episode's pin still needs this version."""
-        self._drop_old_pins()
+        self._pins.drop_old()
         if self.is_answering(policy, version):
             return True
-        return any(key[0] == policy and pin.version == version for key, pin in self._pins.items())
+        return any((of, pinned) == (policy, version) for of, _, pinned in self._pins)
 
     def drop(self, policy: str, version: int) -> None:
         """This version is about to be unloaded: nobody is sent there any more."""
@@ -355,43 +248,27 @@ class LivePolicies:
         """What is live, as JSON."""
         return {
             "base_model": self._base_model,
-            "policies": {
-                policy: {
-                    "version": loaded.version,
-                    "kind": loaded.kind.value,
-                    "names": {str(version): name for version, name in loaded.names.items()},
-                }
-                | ({} if loaded.canary is None else {"canary": asdict(loaded.canary)})
-                for policy, loaded in self._loaded.items()
-            },
+            "policies": {policy: loaded.as_json() for policy, loaded in self._loaded.items()},
         }
 
     def apply(self, snapshot: Mapping[str, Any]) -> None:
         """Take over what the publisher says is live."""
         self._changes += 1
         self._base_model = snapshot["base_model"]
-        self._loaded = {
-            policy: _Loaded(
-                doc["version"],
-                WeightsKind(doc["kind"]),
-                {int(version): name for version, name in doc["names"].items()},
-                Canary(**doc["canary"]) if "canary" in doc else None,
-            )
-            for policy, doc in snapshot["policies"].items()
-        }
+        self._loaded = {policy: Loaded.of_json(doc) for policy, doc in snapshot["policies"].items()}
 
     def uses(self) -> dict[tuple[str, int], bool]:
         """Versions that calls in flight (True) or only pins (False) of this process need."""
-        self._drop_old_pins()
-        pinned = {(policy, pin.version): False for (policy, _), pin in self._pins.items()}
+        self._pins.drop_old()
+        pinned = {(policy, version): False for policy, _, version in self._pins}
         return pinned | dict.fromkeys(self._in_flight, True)
 
     def pinned_to_older(self) -> dict[str, list[str]]:
         """Episodes by policy that are pinned to a version that is loaded, but not the live one."""
         found: dict[str, list[str]] = {}
-        for (policy, episode), pin in self._pins.items():
+        for policy, episode, version in self._pins:
             loaded = self._loaded.get(policy)
-            if loaded is not None and pin.version != loaded.version and pin.version in loaded.names:
+            if loaded is not None and version != loaded.version and version in loaded.names:
                 found.setdefault(policy, []).append(episode)
         return found
 
@@ -436,27 +313,16 @@ class LivePolicies:
         version = loaded.version if episode_id is None else self._pinned(episode_id, policy, loaded)
         return self._served(policy, version, loaded.names[version])
 
-    def _pinned(self, episode_id: str, policy: str, loaded: _Loaded) -> int:
-        self._drop_old_pins()
-        key = (policy, episode_id)
-        pin = self._pins.get(key)
-        is_young = pin is not None and pin.at_sec > self._clock() - self._pin_max_age_sec
-        if pin is not None and is_young and pin.version in loaded.names:
-            return pin.version
-        version = loaded.version
-        if pin is None and loaded.canary is not None and loaded.canary.takes(policy, episode_id):
+    def _pinned(self, episode_id: str, policy: str, loaded: Loaded) -> int:
+        self._pins.drop_old()
+        pinned = self._pins.version_of(policy, episode_id)
+        if pinned is not None and pinned in loaded.names:
+            return pinned
+        version, is_new = loaded.version, (policy, episode_id) not in self._pins
+        if is_new and loaded.canary is not None and loaded.canary.takes(policy, episode_id):
             version = loaded.canary.version
-        self._pins.pop(key, None)  # so that the order stays oldest first
-        self._pins[key] = _Pin(version, self._clock())
+        self._pins.set(policy, episode_id, version)
         return version
-
-    def _drop_old_pins(self) -> None:
-        horizon = self._clock() - self._pin_max_age_sec
-        while self._pins:
-            oldest = next(iter(self._pins))
-            if self._pins[oldest].at_sec > horizon:
-                break
-            del self._pins[oldest]
 
     def _explicit(self, name: str) -> Served:
         """`policy@N` of a loaded version, or a name that is the engine's business."""

@@ -6,7 +6,8 @@ only ones that pass. Knows nothing of who evaluates, or whose calls may come in 
 
 from __future__ import annotations
 
-from .policies import Lease, LivePolicies, Served, adapter_name
+from .policies import LivePolicies
+from .served import Lease, Served, adapter_name
 
 
 class TrialPolicies:

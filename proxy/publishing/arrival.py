@@ -16,7 +16,7 @@ from ...engine.client import EngineGoneError, EngineModel
 from ...errors import EngineError, PublishError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
 from ..live.engines import Holding
-from ..live.policies import adapter_name
+from ..live.served import adapter_name
 from .place import BASE_LABEL, Engine, Handle, RejectedError, label_of, what_is_missing
 from .prober import Prober
 from .swap import ensure_adapter, known_gap, load_weights

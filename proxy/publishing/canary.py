@@ -18,7 +18,7 @@ from ...records import PolicyVersion, VersionStatus, now_ms
 from ...settings import ProxySettings
 from ...store.outcomes import outcomes
 from ...store.policies import WithdrawnError, live_version, versions_with_status
-from ..live.policies import adapter_name
+from ..live.served import adapter_name
 from .place import Place
 from .version_log import Notices, VersionLog
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from ...records import PolicyVersion, VersionStatus, WeightsKind
 from ...store.policies import load_version, versions_with_status
-from ..live.policies import BASE_VERSION, adapter_name
+from ..live.served import BASE_VERSION, adapter_name
 from .place import Place
 from .version_log import VersionLog
 

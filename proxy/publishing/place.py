@@ -18,7 +18,8 @@ from ...engine.client import EngineGoneError, EngineModel
 from ...errors import EngineError, PublishError, StoreError
 from ...records import PolicyVersion
 from ..live.engines import Engines, EngineState, Holding
-from ..live.policies import BASE_VERSION, LivePolicies
+from ..live.policies import LivePolicies
+from ..live.served import BASE_VERSION
 from .prober import Scores
 
 BASE_LABEL = "default"  # vLLM's own, after a start

@@ -16,7 +16,7 @@ from ...settings import ProxySettings
 from ...store.database import Database
 from ...store.policies import IN_HAND, versions_with_status
 from ...store.policy_requests import waiting_requests
-from ..live.policies import BASE_VERSION
+from ..live.served import BASE_VERSION
 from .arrival import Seen, rows_by_kind
 from .canary import Canaries, Plan
 from .candidates import Candidates

@@ -16,7 +16,7 @@ from ...engine.client import EngineGoneError
 from ...errors import EngineError
 from ...records import PolicyVersion, VersionStatus, WeightsKind
 from ...store.policies import WAITING, policy_names, versions_with_status
-from ..live.policies import BASE_VERSION, adapter_name
+from ..live.served import BASE_VERSION, adapter_name
 from .arrival import Arrived, CantHoldError, Seen, Target, bring, look, rows_by_kind
 from .canary import Plan
 from .place import Handle, Place, verdict_of

@@ -18,7 +18,7 @@ from ...engine.client import EngineGoneError, EngineRefusedError
 from ...errors import EngineError, PublishError
 from ...records import PolicyVersion
 from ..live.engines import Holding
-from ..live.policies import adapter_name
+from ..live.served import adapter_name
 from .place import Engine, Handle, LeaseLostError, Place, RejectedError, label_of, what_is_missing
 from .prober import Before, Prober
 

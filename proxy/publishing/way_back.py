@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ...records import PolicyVersion, ProbeSequence, VersionStatus
 from ...store.policies import parent_of, versions
-from ..live.policies import BASE_VERSION
+from ..live.served import BASE_VERSION
 
 Probe = tuple[ProbeSequence, ...]
 

@@ -18,7 +18,8 @@ from lightning_rl.cli import app
 from lightning_rl.errors import PublishError
 from lightning_rl.proxy.live.engines import Engines
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served, UnservedVersionError
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.live.served import Served, UnservedVersionError
 from lightning_rl.proxy.publishing import canary as canary_room
 from lightning_rl.proxy.publishing.canary import Plan, judge
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place

@@ -21,7 +21,8 @@ from lightning_rl.errors import SettingsError
 from lightning_rl.proxy.app import ProxyApp
 from lightning_rl.proxy.live.engines import Engines
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, UnservedVersionError
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.live.served import UnservedVersionError
 from lightning_rl.proxy.publishing import evaluation
 from lightning_rl.proxy.publishing.evaluation import Door, check_command, numbers_in, run_command
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served, UnservedVersionError
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.live.served import Served, UnservedVersionError
 from lightning_rl.records import WeightsKind
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL

@@ -13,7 +13,7 @@ from fakes.fake_engine import BASE
 from fakes.publishing_world import World
 
 from lightning_rl.errors import UserError
-from lightning_rl.proxy.live.policies import Served
+from lightning_rl.proxy.live.served import Served
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.store.policies import set_version_status
 

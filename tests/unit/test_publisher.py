@@ -11,7 +11,7 @@ import pytest
 from fakes.fake_engine import BASE
 from fakes.publishing_world import World
 
-from lightning_rl.proxy.live.policies import Served
+from lightning_rl.proxy.live.served import Served
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import set_version_status

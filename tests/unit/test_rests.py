@@ -14,7 +14,8 @@ from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from lightning_rl.errors import PublishError
 from lightning_rl.proxy.live.engines import Engines
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.live.served import Served
 from lightning_rl.proxy.publishing import rests as rests_room
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
 from lightning_rl.proxy.publishing.publisher import Publisher

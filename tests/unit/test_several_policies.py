@@ -15,7 +15,8 @@ from fakes.running_proxy import ask, running_proxy
 
 from lightning_rl.errors import EngineError, SettingsError
 from lightning_rl.proxy.live.gate import Gate
-from lightning_rl.proxy.live.policies import LivePolicies, Served
+from lightning_rl.proxy.live.policies import LivePolicies
+from lightning_rl.proxy.live.served import Served
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.settings import DryRunSettings, ProxySettings
 from lightning_rl.store.append import add_reward, create_episode, end_episode

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -114,44 +115,45 @@ class TrainingRun:
         place, owner = self._place, this_process()
         with signals_interrupt():
             before = self._begin(owner, on_gpu)
+            report = RunReport(place.folder, as_json=as_json, progress=self._settings.progress)
             status = "failed"
-            with (
-                RunReport(place.folder, as_json=as_json, progress=self._settings.progress) as report,
-                Ownership(self._database, place.run_id, owner) as ownership,
-            ):
-                if before is not None:
-                    report.message(before)
-                try:
-                    with models.one_line_for_full_memory():
-                        report.doing("loading the model")
-                        trainer = build_trainer(self._settings, self._start, tokenizer, place.folder, on_gpu)
-                        loop = StepLoop(
-                            self._database,
-                            self._settings,
-                            place,
-                            self._plans,
-                            trainer=trainer,
-                            start=self._start,
-                            report=report,
-                            ownership=ownership,
-                            resumed=self._resumed,
-                        )
-                        trainer.steps = loop.steps(tokenizer)
-                        report.on_step = lambda line: trainer.log_figures(figures(line))
-                        trainer.train()
-                    status = "finished"
-                except OvertakenError:
-                    status = "stopped"
-                    raise
-                except KeyboardInterrupt:
-                    status = "stopped"
-                    report.message(
-                        f"stopped after {place.steps_trained} steps; the log and every version are whole; "
-                        f"go on with: lightning train --resume {place.run_id}"
-                    )
-                finally:
-                    self._end(owner, status)
+            try:
+                with report, Ownership(self._database, place.run_id, owner) as ownership:
+                    if before is not None:
+                        report.message(before)
+                    self._take_steps(report, ownership, tokenizer, on_gpu=on_gpu)
+                status = "finished"
+            except OvertakenError:
+                status = "stopped"
+                raise
+            except KeyboardInterrupt:
+                status = "stopped"
+                report.message(
+                    f"stopped after {place.steps_trained} steps; the log and every version are whole; "
+                    f"go on with: lightning train --resume {place.run_id}"
+                )
+            finally:
+                self._end(owner, status)
         return RunSummary(place.run_id, status, place.steps_trained, place.version, place.folder)
+
+    def _take_steps(self, report: RunReport, ownership: Ownership, tokenizer: Any, *, on_gpu: bool) -> None:
+        with models.one_line_for_full_memory():
+            report.doing("loading the model")
+            trainer = build_trainer(self._settings, self._start, tokenizer, self._place.folder, on_gpu)
+            loop = StepLoop(
+                self._database,
+                self._settings,
+                self._place,
+                self._plans,
+                trainer=trainer,
+                start=self._start,
+                report=report,
+                ownership=ownership,
+                resumed=self._resumed,
+            )
+            trainer.steps = loop.steps(tokenizer)
+            report.on_step = lambda line: trainer.log_figures(figures(line))
+            trainer.train()
 
     def _begin(self, owner: Owner, on_gpu: bool) -> str | None:
         """The run is this process's from now on; a line about what was before it, if that has to be said."""

@@ -56,7 +56,11 @@ class Ownership:
         self._thread = threading.Thread(target=self._beat, name="run heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a signal at this very moment
+            self._over.set()
+            raise
         return self
 
     def __exit__(

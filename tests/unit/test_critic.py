@@ -128,6 +128,8 @@ def test_a_critic_on_an_adapter_leaves_the_policy_alone() -> None:
     assert {name for name, value in model.named_parameters() if value.requires_grad} == trained
     now = dict(model.named_parameters())
     assert all(torch.equal(now[name], value) for name, value in frozen.items())
+    # nothing is left that the norm of the policy's next gradient would count
+    assert all(value.grad is None for name, value in now.items() if ".critic." in name)
 
 
 def test_state_comes_back(tmp_path: Path) -> None:

@@ -173,7 +173,6 @@ class Critic:
         self, prompts: Sequence[TokenIds], returns: Sequence[float], old: Sequence[float]
     ) -> tuple[float, float]:
         total = 0.0
-        self._optimizer.zero_grad(set_to_none=True)
         with self._body.active() as backbone:
             for batch, members in self._batches(prompts):
                 raw = self._raw(backbone, batch)
@@ -184,6 +183,8 @@ class Critic:
                 total += float(loss.detach())
             norm = torch.nn.utils.clip_grad_norm_(self._trained, self._settings.max_grad_norm)
             self._optimizer.step()
+        # On an adapter it is part of the policy's model, whose gradients are scaled down by their whole norm.
+        self._optimizer.zero_grad(set_to_none=True)
         return total, float(norm)
 
     def _loss(self, raw: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

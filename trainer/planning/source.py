@@ -45,7 +45,8 @@ class GroupSource:
             ids = self._ready_ids(conn)
         for start in range(0, len(ids), self.groups_per_step):
             with self.database.read() as conn:
-                yield load_groups(conn, ids[start : start + self.groups_per_step])
+                groups = load_groups(conn, ids[start : start + self.groups_per_step])
+            yield groups  # no transaction is open while a step is computed
 
     def as_they_come(self, on_wait: Callable[[int], None]) -> Iterator[list[Group]]:
         """One step's groups whenever that many are ready, for ever. `on_wait` gets the number of ready

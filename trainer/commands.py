@@ -215,7 +215,7 @@ def _follow(settings: TrainSettings) -> NoReturn:
 
     from ..errors import RankLostError, UserError
     from .launch import LOST
-    from .steps.step_trainer import follow
+    from .steps.making import follow
 
     try:
         follow(settings)

@@ -31,7 +31,7 @@ from .resume import Resumption, find, resumption
 from .run_folder import write_run
 from .step_loop import StepLoop
 from .steps import models
-from .steps.step_trainer import build_trainer
+from .steps.making import build_trainer
 from .steps.trackers import require_trackers
 
 

@@ -30,9 +30,7 @@ from .report import RunReport, StepLine
 from .rest import EngineRest
 from .resume import Resumption
 from .run_folder import write_manifest
-from .steps import models
-from .steps.step_trainer import (
-    StepTrainer,
+from .step_figures import (
     correction_of,
     gap_notice,
     lags_behind,
@@ -41,6 +39,8 @@ from .steps.step_trainer import (
     rounding_notice,
     timed,
 )
+from .steps import models
+from .steps.step_trainer import StepTrainer
 from .steps.values import CRITIC_FILE, Valuer
 from .version_folders import write_adapter
 

@@ -18,9 +18,10 @@ from lightning_rl.store.database import Database
 from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.loop import train
 from lightning_rl.trainer.report import STEP_LOG, StepLine
+from lightning_rl.trainer.step_figures import rounding_notice
 from lightning_rl.trainer.steps import rounding
+from lightning_rl.trainer.steps.making import served_as_bfloat16
 from lightning_rl.trainer.steps.objective import Objective
-from lightning_rl.trainer.steps.step_trainer import rounding_notice, served_as_bfloat16
 
 
 def moved_share(weights: str, dtype: torch.dtype, learning_rate: float, folder: Path, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ..errors import UserError
 from .fleet import database_now_ms
-from .schema import choices, groups, manifest_choices, manifest_episodes, runs, step_manifests
+from .schema import choices, events, groups, manifest_choices, manifest_episodes, runs, step_manifests
 from .statements import storable_text
 
 MAX_RUNS = 1000
@@ -36,6 +36,7 @@ class RunLine:
     last_step_at_ms: int | None
     ended_at_ms: int | None
     silent_ms: int | None  # since the heartbeat of the process that trains it; None: nobody does
+    why: str | None  # it failed, or was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +281,28 @@ def _lines(conn: sa.Connection, found: Sequence[Any]) -> list[RunLine]:
             sa.select(at.run_id, at.step, at.metrics).where(sa.tuple_(at.run_id, at.step).in_(list(ends)))
         )
     }
+    whys = _whys(conn, ids)
     now_ms = database_now_ms(conn)
-    return [_line(row, summed.get(row.id), said, now_ms) for row in found]
+    return [_line(row, summed.get(row.id), said, whys, now_ms) for row in found]
 
 
-def _line(row: Any, sums: Any, rewards: Mapping[tuple[str, int], float | None], now_ms: int) -> RunLine:
+def _whys(conn: sa.Connection, ids: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+    """The newest end of each run that somebody gave a reason for: its status, and the reason."""
+    query = sa.select(events.c.subject_id, events.c.kind, events.c.note).where(
+        events.c.subject == "run", events.c.subject_id.in_(ids), events.c.kind.in_(("failed", "stopped"))
+    )
+    rows = conn.execute(query.order_by(events.c.created_at_ms, events.c.id))
+    return {row.subject_id: (row.kind, row.note) for row in rows}
+
+
+def _line(
+    row: Any,
+    sums: Any,
+    rewards: Mapping[tuple[str, int], float | None],
+    whys: Mapping[str, tuple[str, str | None]],
+    now_ms: int,
+) -> RunLine:
+    ended_as, why = whys.get(row.id, (None, None))
     beats = row.status == "running" and row.seen_at_ms is not None
     return RunLine(
         id=row.id,
@@ -300,4 +318,5 @@ def _line(row: Any, sums: Any, rewards: Mapping[tuple[str, int], float | None], 
         last_step_at_ms=sums.last_step_at_ms if sums else None,
         ended_at_ms=row.ended_at_ms,
         silent_ms=max(0, now_ms - row.seen_at_ms) if beats else None,
+        why=why if ended_as == row.status else None,  # a run that was resumed since has another end
     )

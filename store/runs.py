@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from ..errors import UserError
 from ..records import ManifestChoice, StepManifest, now_ms
+from .events import add_event
 from .schema import manifest_choices, manifest_episodes, runs, step_manifests
 from .statements import storable_json
 
@@ -36,11 +37,13 @@ def create_run(  # noqa: PLR0917 - the order of the table's columns
     conn.execute(runs.insert(), row)
 
 
-def end_run(conn: sa.Connection, run_id: str, status: str) -> None:
-    """`status`: finished, stopped or failed. Its policy is free from then on."""
+def end_run(conn: sa.Connection, run_id: str, status: str, why: str | None = None) -> None:
+    """`status`: finished, stopped or failed. Its policy is free from then on. `why` is kept as an event."""
     values = {"status": status, "ended_at_ms": now_ms(), "owned_policy": None}
     result = conn.execute(runs.update().where(runs.c.id == run_id).values(values))
     _found(result, f"run {run_id!r}")
+    if why is not None:
+        add_event(conn, "run", run_id, status, None, "trainer", why)
 
 
 def add_manifest(

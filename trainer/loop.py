@@ -13,9 +13,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import OvertakenError, SettingsError, UserError
+from ..errors import LightningError, OvertakenError, SettingsError, UserError
 from ..records import PolicyVersion, new_id
 from ..settings import TrainSettings
+from ..store.commands.tables import count_words
 from ..store.database import Database
 from ..store.policies import WAITING, live_version, versions
 from ..store.run_owners import Owner, give_up, hold, latest_run, publishing_run, take
@@ -116,24 +117,27 @@ class TrainingRun:
         with signals_interrupt():
             before = self._begin(owner, on_gpu)
             report = RunReport(place.folder, as_json=as_json, progress=self._settings.progress)
-            status = "failed"
+            status, why = "failed", None
             try:
                 with report, Ownership(self._database, place.run_id, owner) as ownership:
                     if before is not None:
                         report.message(before)
                     self._take_steps(report, ownership, tokenizer, on_gpu=on_gpu)
                 status = "finished"
-            except OvertakenError:
-                status = "stopped"
+            except OvertakenError as error:
+                status, why = "stopped", str(error)
+                raise
+            except LightningError as error:
+                why = str(error)
                 raise
             except KeyboardInterrupt:
                 status = "stopped"
                 report.message(
-                    f"stopped after {place.steps_trained} steps; the log and every version are whole; "
-                    f"go on with: lightning train --resume {place.run_id}"
+                    f"stopped after {count_words(place.steps_trained, 'step')}; the log and every version "
+                    f"are whole; go on with: lightning train --resume {place.run_id}"
                 )
             finally:
-                self._end(owner, status)
+                self._end(owner, status, why)
         return RunSummary(place.run_id, status, place.steps_trained, place.version, place.folder)
 
     def _take_steps(self, report: RunReport, ownership: Ownership, tokenizer: Any, *, on_gpu: bool) -> None:
@@ -201,10 +205,10 @@ class TrainingRun:
             | {"manifests": str(written.folder.resolve())}
         )
 
-    def _end(self, owner: Owner, status: str) -> None:
+    def _end(self, owner: Owner, status: str, why: str | None) -> None:
         with self._database.write() as conn:
             if hold(conn, self._place.run_id, owner.token):  # else it is another process's by now
-                end_run(conn, self._place.run_id, status)
+                end_run(conn, self._place.run_id, status, why)
 
 
 def _require_no_other_run(
@@ -220,9 +224,9 @@ def _require_no_other_run(
             "time publishes its versions; end that one, or train with --no-publish"
         )
     if not fresh:
-        done = sum(step.to_version is not None for step in steps_of(conn, other.id))
+        done = count_words(sum(step.to_version is not None for step in steps_of(conn, other.id)), "step")
         raise UserError(
-            f"run {other.id} of policy {policy!r} was interrupted after {done} steps: go on with it "
+            f"run {other.id} of policy {policy!r} was interrupted after {done}: go on with it "
             f"(--resume {other.id}), or give it up and begin anew from the live version (--fresh)"
         )
 
@@ -251,7 +255,8 @@ def _resumed_line(resumed: Resumption, facts: dict[str, str]) -> str:
     was = resumed.run.environment
     changed = [f"{name} {was[name]} is {facts.get(name)} now" for name in was if was[name] != facts.get(name)]
     unlike = f"; not to the last digit: {', '.join(changed)}" if changed else ""
-    return f"run {resumed.run.id} goes on after {resumed.place.steps_trained} steps{unlike}"
+    done = count_words(resumed.place.steps_trained, "step")
+    return f"run {resumed.run.id} goes on after {done}{unlike}"
 
 
 def _create_folder(folder: Path) -> None:

@@ -86,6 +86,8 @@ def _run_head(line: RunLine) -> Iterator[str]:
     if line.ended_at_ms is None and line.last_step_at_ms is not None:
         now += f", last step finished {shown(line.last_step_at_ms)}"
     yield f"  policy {line.policy}, begun {shown(line.created_at_ms)}, {now}, {_took(line)}"
+    if line.why is not None:
+        yield f"  why: {line.why}"
     if _status(line) in ("interrupted", "stopped"):
         yield f"  go on with it: lightning train --resume {line.id}"
     steps = f"{count_words(line.num_steps, 'step')} finished, {line.num_steps_trained} with new weights"

@@ -287,7 +287,7 @@ def test_an_interrupted_run_is_not_passed_over(own_log, model_folder, monkeypatc
     with publishing(own_log.url):
         run = dies(own_log, model_folder, monkeypatch, publish=True, at_call=2)
         buried(own_log, run)
-        wanted = rf"run {run} .* was interrupted after 1 steps: go on with it \(--resume {run}\)"
+        wanted = rf"run {run} .* was interrupted after 1 step: go on with it \(--resume {run}\)"
         with pytest.raises(UserError, match=wanted):
             train(settings(own_log, model_folder, publish=True))
         again = train(settings(own_log, model_folder, publish=True), fresh=True)
@@ -428,7 +428,7 @@ def test_an_environment_that_has_changed_is_told(own_log, model_folder, monkeypa
         conn.execute(sa.text("UPDATE runs SET environment = json_set(environment, '$.torch', '1.0')"))
     go_on(own_log)
     said = capsys.readouterr().err
-    assert f"run {run} goes on after 1 steps; not to the last digit: torch 1.0 is" in said
+    assert f"run {run} goes on after 1 step; not to the last digit: torch 1.0 is" in said
 
 
 def test_the_command(own_log, model_folder, monkeypatch):

@@ -90,7 +90,7 @@ def played(log: Database, run_id: str, rewards: list[float | None], *, policy="p
             }
             finish_step(conn, run_id, step, to_version=step + 1, metrics=line)
         if ended is not None:
-            end_run(conn, run_id, ended)
+            end_run(conn, run_id, ended, "the disk is full" if ended == "failed" else None)
         else:
             add_manifest(conn, manifest(run_id, len(rewards), from_version=len(rewards)))
 
@@ -105,6 +105,8 @@ def test_the_list_says_where_each_run_came_from_and_to(log):
     assert (oldest["from_version"], oldest["to_version"], oldest["num_steps"]) == (0, 3, 3)
     assert (newest["status"], newest["num_steps"], newest["last_reward"]) == ("running", 1, 0.5)
     assert (failed["num_steps"], failed["from_version"], failed["first_reward"]) == (0, None, None)
+    assert (failed["why"], oldest["why"]) == ("the disk is full", None)
+    assert "why: the disk is full" in said("show", "ab2")
     assert [row["id"] for row in document("list", "--policy", "other")["runs"]] == ["ab2"]
     assert [row["id"] for row in document("list", "--limit", "1")["runs"]] == ["b"]
     assert re.search(r"aa1 +policy +finished +3 +0 -> 3 +0\.250 -> 0\.750", said("list"))

@@ -36,6 +36,7 @@ from lightning_rl.store.episodes import add_reward, end_episode
 from lightning_rl.store.policies import load_version, set_version_status, versions
 from lightning_rl.store.read import load_groups
 from lightning_rl.store.rests import rests, say_rest
+from lightning_rl.store.run_view import list_runs
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.store.selection import trainable_group_ids
 from lightning_rl.trainer.loop import train
@@ -241,6 +242,9 @@ def test_a_rejected_version_stops_the_run_with_the_reason(log, model_folder):
     with pytest.raises(PublishError, match=r"rejected.*the engine's logprobs did not move"):
         train(settings(log, model_folder, publish=True))
     publisher.join()
+    with log.read() as conn:
+        (run,) = list_runs(conn)
+    assert (run.status, run.why is not None and "did not move" in run.why) == ("failed", True)
 
 
 def test_watching_uses_up_what_it_cannot_train_and_ends_cleanly_on_sigterm(log, model_folder):

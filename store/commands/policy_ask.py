@@ -94,7 +94,8 @@ def _ask(  # noqa: PLR0917 - the two commands' options, in their order
     if request.outcome is None:
         typer.echo(f"asked for {what}, instead of {request.from_version}")
     elif request.outcome == "live":
-        typer.echo(f"{what} is live, instead of {request.from_version}: {verdict_words(request.verdict)}")
+        instead = "" if request.from_version == request.version else f", instead of {request.from_version}"
+        typer.echo(f"{what} is live{instead}: {verdict_words(request.verdict)}")
     else:
         why = verdict_words(request.verdict)
         raise PublishError(f"{what} is {request.outcome}, {request.from_version} keeps serving: {why}")

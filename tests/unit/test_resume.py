@@ -283,6 +283,17 @@ def test_a_second_run_of_a_policy_is_refused_while_the_first_one_lives(own_log, 
     assert train(settings(own_log, model_folder)).status == "finished"  # publishes nothing
 
 
+def test_a_step_that_another_program_has_planned_is_not_guessed_at(own_log, model_folder, monkeypatch):
+    run = dies(own_log, model_folder, monkeypatch)
+    buried(own_log, run)
+    with own_log.write() as conn:
+        conn.execute(
+            sa.text("UPDATE step_manifests SET counts = '{\"moons\": 2}' WHERE trained_at_ms IS NULL")
+        )
+    with pytest.raises(UserError, match=rf"step 1 of run {run} was planned by another version of lightning"):
+        go_on(own_log, run)
+
+
 def test_an_interrupted_run_is_not_passed_over(own_log, model_folder, monkeypatch, capsys):
     with publishing(own_log.url):
         run = dies(own_log, model_folder, monkeypatch, publish=True, at_call=2)

@@ -50,7 +50,14 @@ class Unfinished:
         ids = dict.fromkeys(choice.group_id for choice in manifest.choices if choice.group_id)
         episodes = episodes_of(conn, run_id, step.step)
         groups = [_as_it_was(group, manifest, episodes) for group in load_groups(conn, ids)]
-        return cls(StepPlan(manifest, StepCounts(**(step.counts or {}))), groups)
+        try:
+            counts = StepCounts(**(step.counts or {}))
+        except TypeError:
+            raise UserError(
+                f"step {step.step} of run {run_id} was planned by another version of lightning: resume it "
+                "with that one, or begin a new run (--fresh)"
+            ) from None
+        return cls(StepPlan(manifest, counts), groups)
 
 
 def _as_it_was(group: Group, manifest: StepManifest, episodes: Collection[str]) -> Group:

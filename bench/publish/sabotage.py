@@ -181,12 +181,13 @@ SABOTAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """`num_wrong`: of the calls that were made afterwards, those that do not fit what their rows claim."""
+    """`num_calls`: answered afterwards. `num_wrong`: those of them that do not fit what their rows claim."""
 
     row: PolicyVersion
     was_heard: bool  # the engine was asked to load that folder
     serves: bool  # new calls are the version's
     num_wrong: int
+    num_calls: int
     failed: list[str]
 
     @property
@@ -227,6 +228,7 @@ async def _look(scene: Scene, sabotage: Sabotage) -> Seen:
         was_heard=str(row.path) in scene.engine.asked[asked:],
         serves=version in served,
         num_wrong=len(found.mismatches),
+        num_calls=found.num_calls,
         failed=[f"{one.episode}: {one.error}" for one in scene.clients.failed[failed:]],
     )
 
@@ -332,12 +334,12 @@ async def play(
 
 
 def _outcome(sabotage: Sabotage, checked: Seen, unchecked: Seen) -> Outcome:
-    wrong = f"{unchecked.num_wrong} of {NUM_ASKED} calls do not fit" if unchecked.num_wrong else None
+    misfits = f"{unchecked.num_wrong} of {unchecked.num_calls} calls do not fit"
     return Outcome(
         name=sabotage.name,
         is_caught=is_caught(sabotage, checked),
         is_let_through=did_harm(sabotage, unchecked),
         reason=checked.reason,
-        without=wrong or unchecked.reason,
+        without=misfits if unchecked.num_wrong else unchecked.reason,
         failed=checked.failed,
     )

@@ -354,6 +354,14 @@ class TrainSettings(_Layered):
     policy: str = Field("policy", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the policy to train.")
     weights: Literal["lora", "full"] = Field("lora", description="Train an adapter or all weights.")
     lora_rank: int = Field(16, ge=1, description="Rank of the adapter.")
+    lora_alpha: float | None = Field(
+        None, gt=0, description="Scale of the adapter: alpha / rank multiplies it; by default twice the rank."
+    )
+    lora_targets: list[str] = Field(
+        default_factory=list,
+        description="Modules that get an adapter, by the ends of their names (`q_proj`); empty: every linear "
+        "layer but the head.",
+    )
     from_base: bool = Field(
         False,
         description="Start from the base model, with all episodes, even if the policy has a live version.",

@@ -26,7 +26,7 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return "list of str"
     if get_origin(annotation) is dict:
-        return _TABLES.get(arguments[1], "table of numbers")
+        return _TABLES.get(getattr(arguments[1], "__origin__", arguments[1]), "table of numbers")
     if get_origin(annotation) is list and arguments == (str,):
         return "list of strings"
     names = [

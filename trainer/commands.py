@@ -33,6 +33,13 @@ def train(
     policy: Annotated[str | None, typer.Option(help="Name of the policy to train.")] = None,
     weights: Annotated[str | None, typer.Option(help="lora or full.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapter.")] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Scale of the adapter; by default twice its rank.")
+    ] = None,
+    lora_targets: Annotated[
+        list[str] | None,
+        typer.Option("--lora-target", help="Give this module an adapter (q_proj, …); may be given again."),
+    ] = None,
     from_base: Annotated[
         bool | None,
         typer.Option("--from-base/--from-live", help="Start from the base model or the live version."),

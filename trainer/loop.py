@@ -32,6 +32,7 @@ from .resume import Resumption, find, resumption
 from .run_folder import write_run
 from .step_loop import StepLoop
 from .steps import models
+from .steps.adapters import require_its_shape
 from .steps.making import build_trainer
 from .steps.trackers import require_trackers
 
@@ -95,6 +96,8 @@ class TrainingRun:
         if resumed is None:
             run_id = new_id()
             self._start = models.start_weights(settings, live)
+            if self._start.adapter is not None:
+                require_its_shape(settings, self._start.adapter)
             self._place = RunPlace(run_id, settings.output.resolve() / run_id, self._start.version)
         else:
             self._start, self._place = resumed.start, resumed.place

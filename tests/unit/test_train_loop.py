@@ -15,6 +15,7 @@ import torch
 from fakes import log_rows, tiny_models
 from fakes.recorded_log import play_group
 from fakes.reference_loss import reference_logprobs
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
@@ -171,6 +172,26 @@ def test_an_adapter_is_trained_published_and_continued(log, model_folder):
     assert lines(based.folder)[0]["gap_max"] < 1e-4
     with pytest.raises(UserError, match="holds lora weights, but this run trains full"):
         train(replace_settings(chosen, weights="full"))
+    for name, value in (("lora_rank", 8), ("lora_alpha", 3.0), ("lora_targets", ["q_proj"])):
+        with pytest.raises(SettingsError, match=rf"live version's adapter has {name} = .*--from-base"):
+            train(replace_settings(chosen, **{name: value}))
+
+
+def test_an_adapter_sits_where_the_settings_say(log, model_folder):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    chosen = settings(
+        log, model_folder, weights="lora", lora_rank=4, lora_alpha=4, lora_targets=["q_proj", "o_proj"]
+    )
+    summary = train(chosen)
+    adapter = summary.folder / "versions" / "00001"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 4)
+    assert sorted(config["target_modules"]) == ["o_proj", "q_proj"]
+    names = list(load_file(adapter / "adapter_model.safetensors"))
+    assert names
+    assert all("q_proj" in name or "o_proj" in name for name in names)
+    with pytest.raises(UserError, match=r"lora_targets = \['nothing'\]: Target modules"):
+        train(replace_settings(chosen, from_base=True, lora_targets=["nothing"]))
 
 
 def test_the_engines_rest_from_the_probe_to_the_handover(log, model_folder):

@@ -20,6 +20,7 @@ from ...records import Fingerprint, PolicyVersion, Transition, WeightsKind
 from ...settings import TrainSettings
 from ..batches.packing import ModelShape
 from ..launch import is_set
+from .adapters import with_adapter
 
 if TYPE_CHECKING:
     from .critic import Critic
@@ -204,29 +205,7 @@ def load_model(settings: TrainSettings, start: StartWeights) -> Any:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the model in {start.model} can't be loaded: {_one_line(error)}") from None
-    return model if settings.weights == "full" else _with_adapter(model, settings, start)
-
-
-def _with_adapter(model: Any, settings: TrainSettings, start: StartWeights) -> Any:
-    import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from safetensors import SafetensorError
-
-    if start.adapter is not None:
-        try:
-            return PeftModel.from_pretrained(model, str(start.adapter), is_trainable=True)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"the adapter in {start.adapter} can't be loaded: {_one_line(error)}") from None
-    torch.manual_seed(settings.seed)
-    adapter = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=2 * settings.lora_rank,
-        lora_dropout=0.0,
-        bias="none",
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, adapter)
+    return model if settings.weights == "full" else with_adapter(model, settings, start.adapter)
 
 
 def load_reference(settings: TrainSettings) -> Any:

@@ -7,7 +7,7 @@ only ones that pass. Knows nothing of who evaluates, or whose calls may come in 
 from __future__ import annotations
 
 from .policies import LivePolicies
-from .served import Lease, Served, adapter_name
+from .served import Lease, Served, UnservedVersionError, adapter_name
 
 
 class TrialPolicies:
@@ -38,11 +38,13 @@ class TrialPolicies:
         self, requested_model: str | None, episode_id: str | None, agent: str | None = None
     ) -> Served:
         """Whatever leads to the policy leads to the candidate; `policy@N` of a version
-        that is loaded is that version, so that the two can be compared; other policies are what they are."""
+        that is loaded is that version, so that the two can be compared; other policies are what they are.
+        A candidate of full weights lies where all others lay: they are not there to be asked."""
         found = self._candidate
         if requested_model not in self._names:
             other = self._live.resolve(requested_model, None, agent)
             if other.policy != self._candidate.policy or self._names_version(requested_model, other):
+                self._require_still_there(other)
                 return other
         model = None if found.model == requested_model else found.model
         return Served(found.policy, found.version, model)
@@ -52,6 +54,14 @@ class TrialPolicies:
 
     def ended(self, served: Served) -> None:
         """Nobody waits for it: the door cancels what is left when it closes."""
+
+    def _require_still_there(self, other: Served) -> None:
+        if other.version is not None and self._model == self._live.base_model:
+            raise UnservedVersionError(
+                f"{adapter_name(str(other.policy), other.version)!r} serves no calls while full weights of "
+                f"{adapter_name(str(self._candidate.policy), self._candidate.version or 0)!r} are evaluated: "
+                "they lie in its place"
+            )
 
     @staticmethod
     def _names_version(requested: str | None, served: Served) -> bool:

@@ -328,7 +328,7 @@ def body(model: str | None = "policy", **more: Any) -> bytes:
 
 
 def through_the_door(
-    tmp_path: Path, calls: Callable[[str, str, str], Coroutine[Any, Any, None]]
+    tmp_path: Path, calls: Callable[[str, str, str], Coroutine[Any, Any, None]], kind: WeightsKind = LORA
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of calls and episodes after `calls`(the proxy's URL, the door's, the key) on a version 7."""
     engine = FakeVllm(models=["base", "policy@7"])
@@ -338,9 +338,9 @@ def through_the_door(
     async def evaluate(app: ProxyApp) -> None:
         while app.live.base_model is None:  # noqa: ASYNC110 - of another background task
             await asyncio.sleep(0.001)
-        version = trained_version(tmp_path, 7, LORA)
+        version = trained_version(tmp_path, 7, kind)
         try:
-            async with app.open_evaluation(version, "policy@7") as door:
+            async with app.open_evaluation(version, "policy@7" if kind is LORA else BASE) as door:
                 await calls(url_of[0], door.base_url.removesuffix("/v1"), door.key)
         except BaseException as error:
             failed.append(error)
@@ -398,6 +398,26 @@ def test_calls_at_the_door_are_the_candidates_and_of_eval_episodes(tmp_path: Pat
         "mine": "running",
         "other": "running",
     }
+
+
+def test_beside_full_weights_no_other_version_answers_at_the_door(tmp_path: Path) -> None:
+    async def calls(proxy: str, door: str, key: str) -> None:
+        assert (await asked(door, CHAT, body(), key)).status == 200
+        assert (await asked(door, CHAT, body(BASE), key)).status == 200
+        refused = await asked(door, CHAT, body("policy@0"), key)
+        assert refused.status == 404
+        assert b"'policy@0' serves no calls while full weights of 'policy@7'" in refused.body
+
+    rows, _ = through_the_door(tmp_path, calls, FULL)
+    assert [row["policy_version"] for row in rows if row["status"] == "complete"] == [7, 7]
+
+
+def test_beside_an_adapter_the_version_below_it_answers_at_the_door(tmp_path: Path) -> None:
+    async def calls(proxy: str, door: str, key: str) -> None:
+        assert (await asked(door, CHAT, body("policy@0"), key)).status == 200
+
+    rows, _ = through_the_door(tmp_path, calls)
+    assert [(row["policy_version"], row["served_model"]) for row in rows] == [(0, "base")]
 
 
 def test_the_door_opens_for_its_key_alone_and_is_gone_afterwards(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import LightningError, OvertakenError, SettingsError, UserError
-from ..records import PolicyVersion, new_id
+from ..records import PolicyVersion, VersionStatus, new_id
 from ..settings import TrainSettings
 from ..store.commands.tables import count_words
 from ..store.database import Database
-from ..store.policies import WAITING, live_version, versions
-from ..store.run_owners import Owner, give_up, hold, latest_run, publishing_run, take
+from ..store.policies import WAITING, live_version, load_version, versions
+from ..store.run_owners import OwnedRun, Owner, give_up, hold, latest_run, publishing_run, take
 from ..store.runs import create_run, end_run, steps_of
 from .launch import require_supported
 from .owner import Ownership, lives, this_process, where
@@ -248,10 +248,23 @@ def _interrupted_line(conn: sa.Connection, policy: str) -> str | None:
     if last.start_version is None:
         return None
     what = "was interrupted" if last.status == "running" else last.status
+    rejected = _rejected_version(conn, last)
+    if rejected is not None:
+        end = f"its version {rejected} was rejected"
+    else:
+        end = f"lightning train --resume {last.id} would have gone on with it"
     return (
         f"run {last.id} before this one {what}; this run begins anew from the live version and trains what "
-        f"that one has not (lightning train --resume {last.id} would have gone on with it)"
+        f"that one has not ({end})"
     )
+
+
+def _rejected_version(conn: sa.Connection, run: OwnedRun) -> int | None:
+    """The run's newest version, if it was rejected: then there is nothing to go on from."""
+    made = [step.to_version for step in steps_of(conn, run.id) if step.to_version is not None]
+    newest = load_version(conn, run.policy, made[-1]) if made else None
+    is_rejected = newest is not None and newest.status is VersionStatus.REJECTED
+    return made[-1] if is_rejected else None
 
 
 def _resumed_line(resumed: Resumption, facts: dict[str, str]) -> str:

@@ -227,7 +227,7 @@ def test_a_version_that_waits_is_waited_for(own_log, model_folder, monkeypatch):
     assert trained_once(own_log, summary.run_id)
 
 
-def test_a_rejected_version_ends_the_run(own_log, model_folder, monkeypatch):
+def test_a_rejected_version_ends_the_run(own_log, model_folder, monkeypatch, capsys):
     run = dies(own_log, model_folder, monkeypatch, "after the step is finished", at_call=1, publish=True)
     buried(own_log, run)
     with own_log.write() as conn:
@@ -236,6 +236,11 @@ def test_a_rejected_version_ends_the_run(own_log, model_folder, monkeypatch):
         )
     with pytest.raises(UserError, match=r"version 1 of run .* was rejected \(wrong weights\)"):
         go_on(own_log, run)
+    with publishing(own_log.url):
+        train(settings(own_log, model_folder, publish=True, max_steps=1), fresh=True)
+    told = capsys.readouterr().err
+    assert "trains what that one has not (its version 1 was rejected)" in told
+    assert "would have gone on" not in told
 
 
 def test_somebody_else_s_version_is_live(own_log, model_folder, monkeypatch, tmp_path):

@@ -118,10 +118,10 @@ class TrainingRun:
         tokenizer = models.load_tokenizer(self._settings.model)
         place, owner = self._place, this_process()
         with signals_interrupt():
-            before = self._begin(owner, on_gpu)
             report = RunReport(place.folder, as_json=as_json, progress=self._settings.progress)
             status, why = "failed", None
             try:
+                before = self._begin(owner, on_gpu)
                 with report, Ownership(self._database, place.run_id, owner) as ownership:
                     if before is not None:
                         report.message(before)
@@ -135,12 +135,15 @@ class TrainingRun:
                 raise
             except KeyboardInterrupt:
                 status = "stopped"
+            finally:
+                was_ours = self._end(owner, status, why)
+            if status == "stopped":
+                if not was_ours:
+                    raise KeyboardInterrupt  # before the run had begun
                 report.message(
                     f"stopped after {count_words(place.steps_trained, 'step')}; the log and every version "
                     f"are whole; go on with: lightning train --resume {place.run_id}"
                 )
-            finally:
-                self._end(owner, status, why)
         return RunSummary(place.run_id, status, place.steps_trained, place.version, place.folder)
 
     def _take_steps(self, report: RunReport, ownership: Ownership, tokenizer: Any, *, on_gpu: bool) -> None:
@@ -208,10 +211,13 @@ class TrainingRun:
             | {"manifests": str(written.folder.resolve())}
         )
 
-    def _end(self, owner: Owner, status: str, why: str | None) -> None:
+    def _end(self, owner: Owner, status: str, why: str | None) -> bool:
+        """False: it is another process's by now, or was never begun."""
         with self._database.write() as conn:
-            if hold(conn, self._place.run_id, owner.token):  # else it is another process's by now
+            is_ours = hold(conn, self._place.run_id, owner.token)
+            if is_ours:
                 end_run(conn, self._place.run_id, status, why)
+        return is_ours
 
 
 def _require_no_other_run(

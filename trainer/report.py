@@ -164,7 +164,8 @@ class RunReport:
         self._as_json = as_json
         self._stdout = Console(soft_wrap=True, highlight=False)
         self._stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-        self._log: TextIO = (folder / STEP_LOG).open("a", encoding="utf-8")
+        self._file = folder / STEP_LOG
+        self._log: TextIO
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -178,6 +179,7 @@ class RunReport:
         self.on_step: Callable[[StepLine], None] = lambda line: None
 
     def __enter__(self) -> Self:
+        self._log = self._file.open("a", encoding="utf-8")
         self._bar.start()
         return self
 

@@ -259,7 +259,7 @@ def test_a_run_goes_on_in_as_many_ranks_as_it_had(kind: str, log: Path) -> None:
     given = ["--db", f"sqlite:///{log / 'log.db'}", "--once"]
     gone_on = run([sys.executable, "-m", "lightning_rl.cli", "train", "--resume", "latest", *given])
     assert gone_on.returncode == 0, gone_on.stderr
-    assert "goes on after 1 steps" in gone_on.stderr
+    assert "goes on after 1 step" in gone_on.stderr
     assert "not to the last digit" not in gone_on.stderr  # processes 2 is still 2
     alone = run(command(log, "one", "--weights", "lora"))
     assert alone.returncode == 0, alone.stderr

@@ -133,7 +133,10 @@ class Candidates:
                 await self._set_status(version, VersionStatus.CANARY, kept)
 
         async def proven(model: str, holds: Holding, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
-            if self._evaluation is None or _has_served(version):
+            if _has_served(version):  # what was found of it then still holds
+                kept = {name: doc for name, doc in (version.verdict or {}).items() if name == "evaluation"}
+                return {**verdict, **kept}
+            if self._evaluation is None:
                 return verdict
             return await self._evaluate(self._evaluation, version, model, holds, verdict)
 

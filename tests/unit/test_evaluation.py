@@ -31,6 +31,7 @@ from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings import ProxySettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version, set_version_status
+from lightning_rl.store.promotion import ask_for_version
 from lightning_rl.store.verdicts import verdict_words
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
@@ -215,7 +216,17 @@ def test_a_version_that_passes_goes_live_with_the_numbers_in_its_verdict(
         assert verdict["evaluation"]["numbers"] == {"accuracy": 0.75}
         assert verdict["evaluation"]["exit_code"] == 0
         assert "http://door/v1 the-key policy policy 1 False" in verdict["evaluation"]["output"]
-        assert world.doors == [(1, "policy@1" if kind is LORA else BASE, "evaluating")]
+        doors = [(1, "policy@1" if kind is LORA else BASE, "evaluating")]
+        assert world.doors == doors
+        for version in (0, 1):  # back to the base model, and to the version again
+            with world.database.write() as conn:
+                ask_for_version(conn, "policy", version, "promote", source="test")
+            await world.step()
+        assert world.row(1).status is VersionStatus.LIVE
+        again = world.row(1).verdict
+        assert again is not None
+        assert again["evaluation"] == verdict["evaluation"]
+        assert world.doors == doors
 
     run(world, scenario)
 

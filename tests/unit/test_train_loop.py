@@ -274,16 +274,14 @@ def test_watching_uses_up_what_it_cannot_train_and_ends_cleanly_on_sigterm(log, 
     play_group(log, model, "fine", [1.0, 0.0])
     database_file = log.url.removeprefix("sqlite:///")
 
+    chosen = settings(log, model_folder, watch=True, groups_per_step=1)
+
     def stop_when_trained() -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until:
             time.sleep(0.05)
-            with sqlite3.connect(database_file) as raw:
-                done = raw.execute("select count(*) from step_manifests where trained_at_ms > 0").fetchone()[
-                    0
-                ]
-            raw.close()
-            if done == 2:
+            said = [file.read_text().count("\n") for file in chosen.output.glob(f"*/{STEP_LOG}")]
+            if said == [2]:
                 break
         signal.pthread_kill(main, signal.SIGTERM)
 
@@ -291,7 +289,7 @@ def test_watching_uses_up_what_it_cannot_train_and_ends_cleanly_on_sigterm(log, 
     stopper = threading.Thread(target=stop_when_trained)
     stopper.start()
     before = signal.getsignal(signal.SIGTERM)
-    summary = train(settings(log, model_folder, watch=True, groups_per_step=1))
+    summary = train(chosen)
     stopper.join()
     assert signal.getsignal(signal.SIGTERM) is before
     assert (summary.status, summary.steps_trained) == ("stopped", 1)

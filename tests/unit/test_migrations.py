@@ -148,6 +148,7 @@ def test_an_interrupted_upgrade_leaves_the_database_as_it_was(
     open_and_close(url)
 
 
+@pytest.mark.slow
 def test_processes_that_open_a_new_log_at_once_all_succeed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     url = f"sqlite:///{tmp_path}/log.db"

@@ -31,6 +31,8 @@ from lightning_rl.store.selection import trainable_group_ids
 from lightning_rl.trainer.candidate import Handover
 from lightning_rl.trainer.loop import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -93,6 +93,7 @@ def test_a_log_that_does_not_answer_is_told_once_and_its_return_too(caplog: pyte
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_ready_means_healthy_and_best_effort_serves_though_the_log_is_locked_from_then_on(
     tmp_path: Path, workers: str

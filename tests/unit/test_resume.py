@@ -35,14 +35,7 @@ KINDS = {
     "lora": {"weights": "lora", "lora_rank": 4},
     "critic": {"weights": "lora", "lora_rank": 4, "credit": "step_gae", "critic_learning_rate": 1e-2},
 }
-QUICK = (
-    "after the manifest, in its transaction",
-    "in the step",
-    "in the version's folder",
-    "in the checkpoint",
-    "in the transaction that finishes the step",
-    "after the step is finished",
-)
+QUICK = ("in the step", "in the transaction that finishes the step")
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +171,7 @@ def buried(log: Database, run: str) -> None:
 # as it was written
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_is_trained_as_it_was_written(own_log, model_folder, references, monkeypatch):
     """Though its rewards are others by now; a critic, too, learns what the manifest says."""
     reference = references("critic")
@@ -213,6 +207,7 @@ def test_a_written_plan_goes_on_with_its_next_step(own_log, model_folder, tmp_pa
 # publishing
 
 
+@pytest.mark.slow
 def test_a_version_that_waits_is_waited_for(own_log, model_folder, monkeypatch):
     chosen = {"publish": True, "publish_timeout_sec": 30}
     run = dies(own_log, model_folder, monkeypatch, "after the step is finished", at_call=1, **chosen)
@@ -227,6 +222,7 @@ def test_a_version_that_waits_is_waited_for(own_log, model_folder, monkeypatch):
     assert trained_once(own_log, summary.run_id)
 
 
+@pytest.mark.slow
 def test_a_rejected_version_ends_the_run(own_log, model_folder, monkeypatch, capsys):
     run = dies(own_log, model_folder, monkeypatch, "after the step is finished", at_call=1, publish=True)
     buried(own_log, run)
@@ -243,6 +239,7 @@ def test_a_rejected_version_ends_the_run(own_log, model_folder, monkeypatch, cap
     assert "would have gone on" not in told
 
 
+@pytest.mark.slow
 def test_somebody_else_s_version_is_live(own_log, model_folder, monkeypatch, tmp_path):
     with publishing(own_log.url):
         run = dies(own_log, model_folder, monkeypatch, at_call=2, publish=True)
@@ -414,6 +411,7 @@ def test_the_end_of_a_schedule_stays_where_it_was(own_log, model_folder, monkeyp
         go_on(own_log, max_steps=9)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_and_a_moved_one_is_not(own_log, model_folder, tmp_path, monkeypatch):
     run = dies(own_log, model_folder, monkeypatch, **KINDS["lora"])
     buried(own_log, run)

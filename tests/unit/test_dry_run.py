@@ -210,6 +210,7 @@ def test_agents_that_made_no_call_train_nothing_and_that_is_told(log, tmp_path):
     assert "nothing would" not in run(*arguments, "--train-agent", "a").stderr
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(log, tmp_path):
     play(log, "t0", [1.0, 0.0])
     program = (

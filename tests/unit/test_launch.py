@@ -302,6 +302,7 @@ def group_is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_child_becomes_ready_and_ends_with_its_workers(tmp_path: Path, free_port: int) -> None:
     child = Child.start([sys.executable, "-c", SERVER, str(free_port)], {}, tmp_path / "log")
     phases: list[str] = []

@@ -216,6 +216,7 @@ def run(tmp_path: Path, model_folder: Path, **changes: Any) -> tuple[list[dict[s
     return lines, summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_a_run_with_everything_on(tmp_path: Path, model_folder: Path, weights: str) -> None:
     lines, summary = run(

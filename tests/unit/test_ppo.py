@@ -108,6 +108,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / STEP_LOG).read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_a_ppo_run(log: Database, model_folder: Path, weights: str) -> None:
     for i in range(4):

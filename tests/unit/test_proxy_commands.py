@@ -55,6 +55,7 @@ def test_a_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--port" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "lightning_rl.cli", "proxy", "serve", "--port", "0", "--no-engine-check"]

@@ -147,6 +147,7 @@ def _train(url: str, name: str, count: int) -> None:
     database.close()
 
 
+@pytest.mark.slow
 def test_processes_share_one_file_without_being_locked_out(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/log.db"
     Database.open(url).close()

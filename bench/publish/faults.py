@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from fakes.asgi import body_of
 
 _NOT_FORWARDED = (b"host", b"connection", b"transfer-encoding", b"content-length")
 
@@ -37,12 +38,7 @@ class LyingEngine:
             return
         if scope["type"] != "http":
             return
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await body_of(receive)
         path = scope["path"]
         if path == "/v1/load_lora_adapter":
             body = self._loads(json.loads(body))

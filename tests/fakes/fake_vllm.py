@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from fakes.asgi import body_of
 
 PROMPT_IDS = [151644, 872, 198, 13048, 151645]
 CREATED = 1764500000
@@ -62,12 +63,7 @@ class FakeVllm:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await body_of(receive)
         self.received.append(
             {
                 "method": scope["method"],

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from fakes.asgi import body_of
 from fakes.fake_engine import PROBED, FakeEngine, model_logprobs, write_folder
 from fakes.fake_vllm import PROMPT_IDS
 
@@ -35,12 +36,7 @@ class NumbersVllm:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await body_of(receive)
         request = json.loads(body) if body else {}
         try:
             if scope["path"] == "/v1/chat/completions":

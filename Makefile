@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 
-PACKAGE := __init__.py py.typed cli.py errors.py records.py settings.py engine migrations proxy store trainer
+PACKAGE := __init__.py py.typed cli.py errors.py records.py engine migrations proxy settings store trainer
 
 .PHONY: help install model check lint types unit test postgres crash-test conformance demo docs wheel clean \
   bench-proxy bench-store bench-credit bench-trainer bench-staleness bench-publish

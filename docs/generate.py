@@ -11,7 +11,8 @@ from typer.main import get_command
 
 from lightning_rl.cli import app
 from lightning_rl.records import CallKind
-from lightning_rl.settings import EvaluationSettings, ProviderSettings, ProxySettings, TrainSettings
+from lightning_rl.settings.proxy import EvaluationSettings, ProviderSettings, ProxySettings
+from lightning_rl.settings.train import TrainSettings
 
 HERE = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from ..engine.fingerprint import read_fingerprint
 from ..errors import StoreError, UnknownEpisodeError
 from ..records import PolicyVersion
-from ..settings import ProxySettings
+from ..settings.proxy import ProxySettings
 from ..store.append import add_fingerprint
 from ..store.database import Database
 from ..store.episodes import end_episode

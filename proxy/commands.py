@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     import uvicorn
 
-    from ..settings import ProxySettings
+    from ..settings.proxy import ProxySettings
     from .app import ProxyApp
 
 app = typer.Typer(name="proxy", help="The recording proxy in front of the engine.", no_args_is_help=True)
@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0917 - a parameter per flag
     The proxy's token and the engine's key come from LIGHTNING_PROXY_TOKEN and LIGHTNING_PROXY_ENGINE_API_KEY,
     not from flags, which other users of the machine could read.
     """
-    from ..settings import ProxySettings
+    from ..settings.proxy import ProxySettings
 
     settings = ProxySettings.load(
         config,

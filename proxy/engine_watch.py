@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 from ..engine.client import EngineClient, EngineGoneError
 from ..errors import EngineError
-from ..settings import ProxySettings
+from ..settings.proxy import ProxySettings
 from .app import ProxyApp
 from .live.engines import Holding
 from .oddities import is_proxy

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from ..engine.client import EngineClient
 from ..errors import EngineError
-from ..settings import ProxySettings
+from ..settings.proxy import ProxySettings
 
 
 def oddities(

@@ -29,7 +29,7 @@ from ..records import (
     new_id,
     now_ms,
 )
-from ..settings import ProviderSettings
+from ..settings.proxy import ProviderSettings
 from .dialects.errors import refuse
 from .dialects.translator import MISSING_FOR_VENDORS, Translator, TranslatorError, is_installed
 from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE_EVENT, Summary, Vendor

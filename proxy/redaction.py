@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from ..records import CallEnd, CallIntent, LogEntry, Quarantine, RecordedChoice
-from ..settings import RedactionRule
+from ..settings.proxy import RedactionRule
 
 BUILT_IN = {
     "email": r"(?<![\w.%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b",

@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 
 from ..errors import UserError
-from ..settings import ProxySettings
+from ..settings.proxy import ProxySettings
 
 FIRST_WAIT_SEC = 0.5
 LAST_WAIT_SEC = 10.0

@@ -27,7 +27,7 @@ from ..records import (
     WeightsKind,
     now_ms,
 )
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from ..store.database import Database
 from ..store.policies import (
     add_candidate,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from ..settings import TrainSettings
+    from ..settings.train import TrainSettings
 
 
 def _require_extra() -> None:
@@ -158,7 +158,7 @@ def train(
     import os
 
     from ..errors import SettingsError
-    from ..settings import DryRunSettings, ResumeSettings, TrainSettings
+    from ..settings.train import DryRunSettings, ResumeSettings, TrainSettings
 
     flags = {name: value for name, value in locals().items() if name in TrainSettings.model_fields}
     if resume is not None and (fresh or plan_only):

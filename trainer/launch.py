@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingsError, UserError
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from .credit.registry import configure
 
 LAUNCHED = "LIGHTNING_TRAIN_LAUNCHED"

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from ..errors import LightningError, OvertakenError, SettingsError, UserError
 from ..records import PolicyVersion, VersionStatus, new_id
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from ..store.commands.tables import count_words
 from ..store.database import Database
 from ..store.policies import WAITING, live_version, load_version, versions

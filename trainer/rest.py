@@ -12,7 +12,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from ..errors import PublishError
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from ..store.database import Database
 from ..store.rests import rest_of, say_rest
 

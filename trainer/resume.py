@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from ..errors import ModelMismatchError, SettingsError, UserError
 from ..records import PolicyVersion, VersionStatus
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from ..store.database import Database
 from ..store.policies import WAITING, load_version, versions
 from ..store.run_owners import OwnedRun, latest_run, owned_run

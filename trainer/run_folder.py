@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from .place import RunPlace
 from .planning.dry_run import decisive_settings
 from .planning.manifest_files import WrittenPlan, file_kind, step_folder, write_over

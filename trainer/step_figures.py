@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from ..records import Group, StepManifest
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from .report import StepLine
 from .steps.metrics import StepMetrics
 from .steps.objective import Correction

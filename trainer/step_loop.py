@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..records import PolicyVersion, Transition
-from ..settings import TrainSettings
+from ..settings.train import TrainSettings
 from ..store.database import Database
 from ..store.runs import add_manifest, finish_step
 from . import checkpoint

@@ -69,7 +69,7 @@ class _Learner:
         import torch
         from play import new_model, tokenizer
 
-        from lightning_rl.settings import TrainSettings
+        from lightning_rl.settings.train import TrainSettings
         from lightning_rl.trainer.planning.planner import plan_settings
         from lightning_rl.trainer.steps.objective import Objective
         from lightning_rl.trainer.steps.shape import shape_of

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from starlette.concurrency import run_in_threadpool
 
 from ...errors import StoreError
-from ...settings import ProxySettings
+from ...settings.proxy import ProxySettings
 from ...store.database import Database
 from ..attribution.address import checked_name
 from ..attribution.lineage import Lineage

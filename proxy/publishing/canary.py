@@ -15,7 +15,7 @@ from statistics import fmean, variance
 from typing import Any, Literal
 
 from ...records import PolicyVersion, VersionStatus, now_ms
-from ...settings import ProxySettings
+from ...settings.proxy import ProxySettings
 from ...store.outcomes import outcomes
 from ...store.policies import WithdrawnError, live_version, versions_with_status
 from ..live.served import adapter_name

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...errors import SettingsError
 from ...records import PolicyVersion
-from ...settings import EvaluationSettings
+from ...settings.proxy import EvaluationSettings
 
 KEPT_BYTES = 4096
 """Of the command's output, stdout and stderr as they came: its end, kept in the verdict."""

@@ -12,7 +12,7 @@ import logging
 
 from ...errors import LightningError
 from ...records import VersionStatus
-from ...settings import ProxySettings
+from ...settings.proxy import ProxySettings
 from ...store.database import Database
 from ...store.policies import IN_HAND, versions_with_status
 from ...store.policy_requests import waiting_requests

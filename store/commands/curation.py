@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .episodes import episodes_app, one_of, read_tags
 from .options import DbOption
 from .tables import count_words, in_words

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .db_prune import prune
 from .db_transfer import export, import_
 from .db_verify import verify

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .options import DbOption
 
 

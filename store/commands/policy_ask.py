@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .options import DbOption
 
 if TYPE_CHECKING:

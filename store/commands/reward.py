@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .options import DbOption
 
 

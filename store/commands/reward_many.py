@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...settings import DEFAULT_DB
+from ...settings.layers import DEFAULT_DB
 from .options import DbOption
 
 
@@ -67,7 +67,7 @@ def show_rewards(
     """What an episode's rewards come to, and how: which rows count, which do not, and why."""
     import json
 
-    from ...settings import DryRunSettings
+    from ...settings.train import DryRunSettings
     from ..database import Database
     from ..reward_rows import rewards_of
     from ..reward_view import view_rewards

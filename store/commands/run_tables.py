@@ -7,7 +7,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from ...records import now_ms
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from .tables import count_words, in_words, print_table, terminal
 from .times import shown
 

@@ -25,7 +25,7 @@ from lightning_rl.proxy.publishing.fleet import Member, Times
 from lightning_rl.proxy.publishing.place import Handle
 from lightning_rl.proxy.serving import _keep_in_touch, _work
 from lightning_rl.records import VersionStatus, WeightsKind
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.append import append_entries
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward

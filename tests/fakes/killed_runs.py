@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lightning_rl.settings import ResumeSettings, TrainSettings
+from lightning_rl.settings.train import ResumeSettings, TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.loop import train
 from lightning_rl.trainer.steps import trl_bridge  # noqa: F401 - a forked child has it at once

@@ -20,7 +20,7 @@ from lightning_rl.records import (
     WeightsKind,
     now_ms,
 )
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version
 from lightning_rl.store.policy_requests import PolicyRequest, load_request

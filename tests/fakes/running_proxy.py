@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from fakes.fake_vllm import FakeVllm, serving
 
 from lightning_rl.proxy.app import Background, ProxyApp
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.database import Database
 
 

@@ -25,7 +25,8 @@ from lightning_rl.proxy.publishing.canary import Plan, judge
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, Purpose, VersionStatus, WeightsKind
-from lightning_rl.settings import ProxySettings, TrainSettings
+from lightning_rl.settings.proxy import ProxySettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.append import append_entries
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, create_episode

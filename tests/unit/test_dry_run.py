@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from lightning_rl.cli import app
 from lightning_rl.errors import NothingToTrainError, SettingsError, UserError
 from lightning_rl.records import CallKind, Quarantine, now_ms
-from lightning_rl.settings import DryRunSettings
+from lightning_rl.settings.train import DryRunSettings
 from lightning_rl.store.append import append_entries, create_episode
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, end_episode

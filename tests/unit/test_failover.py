@@ -16,7 +16,7 @@ from fakes.running_proxy import ask
 
 from lightning_rl.proxy.app import ProxyApp
 from lightning_rl.proxy.serving import serve_policies
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.database import Database
 
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from fakes.reference_loss import loss_by_hand, reference_logprobs
 from peft import LoraConfig, get_peft_model
 
 from lightning_rl.records import Transition
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.batches.rows import merged_batches, rows_batches
 from lightning_rl.trainer.batches.tree import tree_batches

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lightning_rl.cli import app
 from lightning_rl.proxy.engine_watch import require_engine
 from lightning_rl.proxy.oddities import oddities
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 
 JUDGE = {"model": "openai/gpt-4o", "api_key_env": "JUDGE_KEY"}
 

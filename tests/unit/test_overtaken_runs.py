@@ -14,7 +14,7 @@ from fakes.recorded_log import play_group
 
 from lightning_rl.errors import OvertakenError, UserError
 from lightning_rl.records import VersionStatus
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import (
     WAITING,

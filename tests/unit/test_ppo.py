@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.errors import UserError
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.trainer.credit.base import CreditContext, JudgedGroup

@@ -17,7 +17,7 @@ from fakes.running_proxy import Answer, Running, ask, running_proxy
 
 from lightning_rl.errors import SettingsError
 from lightning_rl.proxy.dialects.translator import is_installed
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.bodies import unpack_json
 
 pytestmark = pytest.mark.slow  # starts processes that take seconds

@@ -19,7 +19,7 @@ from lightning_rl.proxy.live.served import Served
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version
 

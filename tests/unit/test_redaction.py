@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_rl.errors import SettingsError
 from lightning_rl.proxy.redaction import BUILT_IN, Redactor, rules_of
 from lightning_rl.records import Quarantine
-from lightning_rl.settings import ProxySettings, RedactionRule
+from lightning_rl.settings.proxy import ProxySettings, RedactionRule
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
 from lightning_rl.store.read import load_episodes

@@ -20,7 +20,8 @@ from lightning_rl.proxy.publishing import rests as rests_room
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import VersionStatus, WeightsKind
-from lightning_rl.settings import ProxySettings, TrainSettings
+from lightning_rl.settings.proxy import ProxySettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import add_candidate, load_version
 from lightning_rl.store.rests import rest_of, say_rest

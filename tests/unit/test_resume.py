@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from lightning_rl.cli import app
 from lightning_rl.errors import ModelMismatchError, PublishError, SettingsError, UserError
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind, now_ms
-from lightning_rl.settings import ResumeSettings, TrainSettings
+from lightning_rl.settings.train import ResumeSettings, TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward
 from lightning_rl.store.policies import add_candidate, set_version_status, versions

@@ -13,7 +13,7 @@ from fakes.killed_runs import assert_same_end, start
 from fakes.recorded_log import play_group
 from fakes.row_publisher import publishing
 
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import versions
 from lightning_rl.trainer.loop import train

@@ -13,7 +13,7 @@ from fakes import tiny_models
 from fakes.gradients import make_model, make_trainer, recorded
 from fakes.recorded_log import play_group
 
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.loop import train

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.records import ManifestChoice, StepManifest
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.commands import run_plots, run_tables, tables
 from lightning_rl.store.commands.run_tables import changed_settings
 from lightning_rl.store.database import Database

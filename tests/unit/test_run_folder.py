@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from lightning_rl.errors import SettingsError, UserError
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.runs import load_manifest
 from lightning_rl.trainer.loop import train

@@ -13,7 +13,7 @@ from fakes.episodes import transition
 from fakes.recorded_log import play_group
 
 from lightning_rl.errors import SettingsError
-from lightning_rl.settings import DryRunSettings, TrainSettings
+from lightning_rl.settings.train import DryRunSettings, TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.batches.tree import tree_batches
 from lightning_rl.trainer.loop import train

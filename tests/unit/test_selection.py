@@ -10,7 +10,7 @@ from fakes.log_rows import reward
 
 from lightning_rl.errors import SettingsError, UserError
 from lightning_rl.records import EpisodeStatus, RewardTarget
-from lightning_rl.settings import DryRunSettings, TrainSettings
+from lightning_rl.settings.train import DryRunSettings, TrainSettings
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.planning.plan import PlanSettings, plan_step
 from lightning_rl.trainer.planning.planner import plan_settings

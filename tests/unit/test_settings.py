@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.errors import SettingsError
-from lightning_rl.settings import ProxySettings, TrainSettings
+from lightning_rl.settings.proxy import ProxySettings
+from lightning_rl.settings.train import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 

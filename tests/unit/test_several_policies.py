@@ -18,7 +18,8 @@ from lightning_rl.proxy.live.gate import Gate
 from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.live.served import Served
 from lightning_rl.records import VersionStatus, WeightsKind
-from lightning_rl.settings import DryRunSettings, ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
+from lightning_rl.settings.train import DryRunSettings
 from lightning_rl.store.append import add_reward, create_episode, end_episode
 from lightning_rl.trainer.planning.dry_run import dry_run
 

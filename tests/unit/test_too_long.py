@@ -12,7 +12,7 @@ from fakes.log_rows import choice as recorded
 from fakes.log_rows import end, intent, reward
 
 from lightning_rl.records import CallKind
-from lightning_rl.settings import DryRunSettings
+from lightning_rl.settings.train import DryRunSettings
 from lightning_rl.store.append import append_entries, create_episode
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward

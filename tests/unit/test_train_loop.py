@@ -30,7 +30,7 @@ from lightning_rl.errors import (
     UserError,
 )
 from lightning_rl.records import Fingerprint, Purpose, VersionStatus
-from lightning_rl.settings import TrainSettings
+from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.append import add_fingerprint, append_entries, create_episode
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward, end_episode

@@ -20,7 +20,7 @@ from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
 
 from lightning_rl.proxy import workers
-from lightning_rl.settings import ProxySettings
+from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.store import fleet as rows
 from lightning_rl.store.database import Database
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import UserError
 from ...records import Reward, RewardTarget, new_id, now_ms
-from ...settings import root_url
+from ...settings.layers import root_url
 from ...store.database import Database
 from ...store.episodes import add_reward
 from ...store.seen import JudgeAccess, SeenEpisode, load_seen

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import SettingsError, UnknownEpisodeError, UserError
 from ...records import Call, Episode, EpisodeStatus, Group, ManifestChoice, Purpose, new_id
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ...store.database import Database
 from ...store.policies import live_version, next_version
 from ...store.read import load_episodes, load_groups

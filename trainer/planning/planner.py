@@ -12,7 +12,7 @@ from typing import Self
 
 from ...errors import SettingsError
 from ...records import Group
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ...store.database import Database
 from ...store.history import ended_episodes
 from ...store.rewards import resolve

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from ...errors import NothingToTrainError, SettingsError, UserError
 from ...records import Fingerprint, Group, StepManifest
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ...store.database import Database
 from ...store.read import load_groups
 from ...store.runs import WrittenStep, episodes_of, load_manifest

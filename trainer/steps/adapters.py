@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SettingsError, UserError
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the head."""

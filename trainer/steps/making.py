@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LightningError, RankLostError
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ..launch import RANK_LOST, is_follower, num_ranks
 from . import models
 from .objective import Objective

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.probes import PROBE_TEXT, tokenizer_probe
 from ...errors import ModelMismatchError, UserError
 from ...records import Fingerprint, PolicyVersion, Transition, WeightsKind
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ..batches.packing import ModelShape
 from ..launch import is_set
 from .adapters import with_adapter

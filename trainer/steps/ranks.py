@@ -26,7 +26,7 @@ from torch import distributed
 
 from ...errors import RankLostError
 from ...records import Logprobs, TokenIds
-from ...settings import TrainSettings
+from ...settings.train import TrainSettings
 from ..batches.packing import MicroBatch, ModelShape, dealt
 from ..launch import LOST, RANK_LOST
 from .metrics import StepMetrics

@@ -129,6 +129,7 @@ class Comparison:
     by: str  # "task", or the tag's key
     parts: tuple[Part, ...]
     num_parts: int  # that both versions served
+    num_of_one: int  # that only one of them did
 
     def document(self) -> dict[str, Any]:
         found = asdict(self)
@@ -201,6 +202,7 @@ def compare(conn: sa.Connection, policy: str, a: int, b: int, *, by_tag: str | N
         by=by_tag or "task",
         parts=tuple(parts[:MAX_PARTS]),
         num_parts=len(parts),
+        num_of_one=len(values) - len(parts),
     )
 
 
@@ -269,7 +271,7 @@ def _base_facts(live: int, served: Mapping[int, ServedFacts]) -> VersionFacts:
         created_at_ms=None,
         live_at_ms=None,
         verdict=None,
-        words="-",
+        words="the base model",
         trained_on=None,
         probe=None,
         served=served.get(BASE_VERSION, NOTHING),

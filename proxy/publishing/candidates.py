@@ -224,6 +224,7 @@ class Candidates:
         await place.fleet.prepare(is_changing=False)  # not for the next minutes
         if version.kind is WeightsKind.LORA:
             await place.fleet.release()  # after an engine's rest; the old version serves meanwhile
+        logger.info("version %d of %r: evaluated, for at most %.0f s", number, policy, gate.timeout_sec)
         found = await gate.run(version, model, still_there)
         seen = {**verdict, "evaluation": found.doc}
         if found.reason is not None:

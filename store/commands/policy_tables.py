@@ -126,12 +126,8 @@ def print_comparison(found: Comparison) -> None:
     print_table((found.policy, _number(a.version), _number(b.version), "difference"), rows)
     if found.parts:
         console.print()
-        more = (
-            ""
-            if found.num_parts == len(found.parts)
-            else f" (the {len(found.parts)} of {found.num_parts} that differ most)"
-        )
-        titles = (f"reward by {found.by}{more}", _number(a.version), _number(b.version), "difference")
+        title = f"reward by {found.by}{_left_out(found)}"
+        titles = (title, _number(a.version), _number(b.version), "difference")
         print_table(
             titles,
             [
@@ -139,10 +135,21 @@ def print_comparison(found: Comparison) -> None:
                 for part in found.parts
             ],
         )
+    elif found.num_of_one:
+        console.print(f"\nreward by {found.by}: {found.num_of_one} of one version only, none of both")
     if found.settings:
         console.print()
         rows_of = [(key, in_words(old), in_words(new), "") for key, (old, new) in found.settings.items()]
         print_table(("settings of their runs", _number(a.version), _number(b.version), ""), rows_of)
+
+
+def _left_out(found: Comparison) -> str:
+    said = []
+    if found.num_parts > len(found.parts):
+        said.append(f"the {len(found.parts)} of {found.num_parts} that differ most")
+    if found.num_of_one:
+        said.append(f"{found.num_of_one} of one version only")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def mean_words(found: Mean) -> str:

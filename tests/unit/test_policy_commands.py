@@ -171,19 +171,22 @@ def test_one_version_and_what_was_said_of_it(database: Database) -> None:
     assert view["facts"]["run_id"] == "run1"
     assert "the engine serves other weights" in run("show", "policy", "2").stdout
     assert document("show", "policy", "0")["facts"]["served"]["num_episodes"] == 4
+    assert "the base model" in run("show", "policy", "0").stdout
 
 
 def test_two_versions_compared(database: Database) -> None:
     found = document("diff", "policy", "0", "1")
     (task,) = found["parts"]
     assert (task["name"], task["a"]["mean"], task["b"]["mean"], task["delta"]) == ("a", 0.5, 1.0, 0.5)
+    assert (found["num_parts"], found["num_of_one"]) == (1, 2)
     parts = {part["name"]: part for part in document("diff", "policy", "0", "1", "--by-tag", "half")["parts"]}
     assert (parts["x"]["a"]["num"], parts["x"]["delta"]) == (2, 0.0)
     assert (parts[None]["a"]["num"], parts[None]["delta"]) == (1, 0.5)
     assert document("diff", "policy", "1", "2")["settings"] == {"learning_rate": [0.5, 0.1]}
     shown = run("diff", "policy", "0", "1").stdout
     assert "+0.0833" in shown  # (1 + 0.5) / 2 - 2 / 3
-    assert "reward by task" in shown
+    assert "reward by task (2 of one version only)" in shown
+    assert "2 of one version only, none of both" in run("diff", "policy", "1", "2").stdout
     assert "KL" in shown
 
 

@@ -28,6 +28,7 @@ from .attribution.inference import Inference
 from .attribution.keys import EpisodeKeys, holds_token, sent_keys
 from .attribution.kinds import Kinds
 from .attribution.lineage import Lineage
+from .attribution.local import stranger
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
@@ -44,6 +45,7 @@ from .redaction import Redactor, rules_of
 from .relay import Keys, Relay
 from .transport.client import TOO_LARGE, Client, Message, Receive, Scope, Send
 from .transport.upstream import Upstream
+from .transport.websocket import refuse_websocket
 
 logger = logging.getLogger("lightning.proxy")
 
@@ -77,6 +79,7 @@ class ProxyApp:
         self.lineage = Lineage()
         self.engines = Engines(settings.engine_url)
         self._token = None if settings.token is None else settings.token.get_secret_value()
+        self._allowed_hosts = frozenset(host.lower() for host in settings.allowed_hosts)
         self._background = background
         self._tasks: list[asyncio.Task[None]] = []
         self._upstream: Upstream | None = None
@@ -114,19 +117,27 @@ class ProxyApp:
         return fingerprint.id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = scope["type"]
-        if kind == "http":
-            path: str = scope["path"]
-            if path.startswith("/lightning/") or path == "/healthz":
-                await self._serve_api(scope, receive, send)
-            else:
-                assert self._relay is not None, "the lifespan has not started"
-                await self._relay(scope, receive, send)
-        elif kind == "lifespan":
+        if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+            return
+        refusal = self._refusal(scope)
+        assert self._relay is not None, "the lifespan has not started"
+        if scope["type"] != "http":
+            if refusal is not None:
+                await refuse_websocket(send, 403, refusal)
+            else:
+                await self._relay.websocket(scope, receive, send)
+        elif refusal is not None:
+            await Client(receive, send, 0).refuse(403, refusal)
+        elif scope["path"].startswith("/lightning/") or scope["path"] == "/healthz":
+            await self._serve_api(scope, receive, send)
         else:
-            assert self._relay is not None, "the lifespan has not started"
-            await self._relay.websocket(scope, receive, send)
+            await self._relay(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str | None:
+        if self._token is not None or scope["path"] == "/healthz":
+            return None
+        return stranger(scope["headers"], self._allowed_hosts)
 
     async def _serve_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = self._token is None or scope["path"] == "/healthz"

@@ -6,11 +6,11 @@ import re
 import shlex
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from ..records import CallKind
-from .layers import Layered, PolicyName, RootUrls, db_field, without_password
+from .layers import Layered, PolicyName, RootUrls, db_field, listed, without_password
 
 
 class RedactionRule(BaseModel):
@@ -81,6 +81,11 @@ class ProxySettings(Layered):
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
     port: int = Field(8400, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     token: SecretStr | None = Field(None, description="What clients must send as their API key.")
+    allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(listed)] = Field(
+        default_factory=list,
+        description="Public names by which a proxy without a token may be called, and of web pages that may "
+        "call it; addresses and local names always may (docs/recording.md).",
+    )
     engine_url: RootUrls = Field(
         ("http://127.0.0.1:8000",),
         description="Root URL of vLLM, without /v1; a list where several engines serve the same base model.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fakes.fake_vllm import FakeVllm, serving
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from lightning_rl.proxy.app import Background, ProxyApp
 from lightning_rl.settings.proxy import ProxySettings
@@ -91,3 +94,13 @@ def ask(
         return Answer(response.status, response.getheaders(), received, is_broken)
     finally:
         connection.close()
+
+
+def refused_websocket(root: str, path: str, **headers: str) -> tuple[int, Any]:
+    """The status and the JSON with which a handshake was refused."""
+    try:
+        connect("ws" + root.removeprefix("http") + path, additional_headers=headers, proxy=None)
+    except InvalidStatus as refusal:
+        body = bytes(refusal.response.body or b"")
+        return refusal.response.status_code, json.loads(body) if body else None
+    raise AssertionError(f"{path} was not refused")

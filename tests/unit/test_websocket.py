@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-from fakes.running_proxy import Running, running_proxy
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
+from fakes.running_proxy import Running, refused_websocket, running_proxy
 
 from lightning_rl.proxy.routes import is_websocket_route
-
-
-def refused(url: str, path: str, **headers: str) -> tuple[int, Any]:
-    with pytest.raises(InvalidStatus) as refusal:
-        connect("ws" + url.removeprefix("http") + path, additional_headers=headers, proxy=None)
-    body = bytes(refusal.value.response.body or b"")
-    return refusal.value.response.status_code, json.loads(body) if body else None
 
 
 def requests_for(running: Running, path: str) -> int:
@@ -27,8 +15,8 @@ def requests_for(running: Running, path: str) -> int:
 
 def test_an_engine_that_has_no_such_route_says_so_itself(tmp_path: Path) -> None:
     with running_proxy(tmp_path) as running:
-        assert refused(running.url, "/v1/realtime") == (404, {"detail": "Not Found"})
-        assert refused(running.url, "/episodes/e/v1/realtime") == (404, {"detail": "Not Found"})
+        assert refused_websocket(running.url, "/v1/realtime") == (404, {"detail": "Not Found"})
+        assert refused_websocket(running.url, "/episodes/e/v1/realtime") == (404, {"detail": "Not Found"})
         assert requests_for(running, "/v1/realtime") == 2
         assert running.rows("calls") == []
 
@@ -43,24 +31,24 @@ def test_other_paths_never_reach_the_engine(tmp_path: Path) -> None:
             "//v1/realtime",
             "/lightning/api/status",
         ):
-            assert refused(running.url, path)[0] == 403, path
+            assert refused_websocket(running.url, path)[0] == 403, path
         assert len(running.engine.received) == num_received
 
 
 def test_the_token_is_asked_for(tmp_path: Path) -> None:
     with running_proxy(tmp_path, token="secret") as running:
-        status, error = refused(running.url, "/v1/realtime")
+        status, error = refused_websocket(running.url, "/v1/realtime")
         assert (status, error["error"]["code"]) == (401, 401)
-        assert refused(running.url, "/v1/realtime", Authorization="Bearer wrong")[0] == 401
+        assert refused_websocket(running.url, "/v1/realtime", Authorization="Bearer wrong")[0] == 401
         assert requests_for(running, "/v1/realtime") == 0
-        assert refused(running.url, "/v1/realtime", Authorization="Bearer secret")[0] == 404
+        assert refused_websocket(running.url, "/v1/realtime", Authorization="Bearer secret")[0] == 404
         assert "secret" not in str(running.engine.received)
 
 
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
     with running_proxy(tmp_path) as running:
         running.proxy.engines.all[0].url = "http://127.0.0.1:9"
-        status, error = refused(running.url, "/v1/realtime")
+        status, error = refused_websocket(running.url, "/v1/realtime")
         assert status == 502
         assert "not reachable" in error["error"]["message"]
 

@@ -28,7 +28,6 @@ from .attribution.inference import Inference
 from .attribution.keys import EpisodeKeys, holds_token, sent_keys
 from .attribution.kinds import Kinds
 from .attribution.lineage import Lineage
-from .attribution.local import stranger
 from .dialects.front import DialectFront
 from .dialects.hop import Hop
 from .dialects.translator import Translator
@@ -43,6 +42,7 @@ from .publishing.evaluation import Door
 from .recorder import Recorder
 from .redaction import Redactor, rules_of
 from .relay import Keys, Relay
+from .strangers import stranger
 from .transport.client import TOO_LARGE, Client, Message, Receive, Scope, Send
 from .transport.upstream import Upstream
 from .transport.websocket import refuse_websocket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def test_calls_are_counted_when_they_are_in_the_log(tmp_path: Path) -> None:
     assert found["lightning_recorder_writable"] == found["lightning_engine_seen"] == 1
     assert found["lightning_lost_entries_total"] == found["lightning_calls_waiting"] == 0
     assert found["lightning_policy_live_version{policy=policy}"] == 0
+
+
+def test_the_documentation_names_every_number_and_no_other(tmp_path: Path) -> None:
+    with running_proxy(tmp_path) as running:
+        shown = ask(running.url, "/lightning/metrics").body.decode()
+    table = (Path(__file__).parents[2] / "docs" / "api.md").read_text().partition("| metric |")[2]
+    documented = set(re.findall(r"`(lightning_\w+)`", table))
+    assert documented == set(re.findall(r"^# TYPE (\w+) ", shown, re.MULTILINE))
 
 
 def test_the_engines_own_metrics_pass_and_ours_need_the_token(tmp_path: Path) -> None:

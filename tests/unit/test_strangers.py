@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.running_proxy import ask, refused_websocket, running_proxy
 
-from lightning_rl.proxy.attribution.local import stranger
+from lightning_rl.proxy.strangers import stranger
 
 CALL = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
@@ -46,13 +46,34 @@ def test_public_names(host: bytes) -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    [b"http://localhost:3000", b"https://127.0.0.1", b"vscode-webview://x.y", b"https://ui.example.org:443"],
+    [
+        b"http://localhost:3000",
+        b"https://127.0.0.1",
+        b"http://[::1]:3000",
+        b"http://192.168.0.7:3000",
+        b"http://100.64.3.4",  # of a private network across hosts
+        b"http://gpu-box",
+        b"vscode-webview://x.y",
+        b"https://ui.example.org:443",
+    ],
 )
 def test_pages_of_here(origin: bytes) -> None:
     assert stranger([(b"host", b"localhost"), (b"origin", origin)], {"ui.example.org"}) is None
 
 
-@pytest.mark.parametrize("origin", [b"https://evil.example", b"null", b"HTTP://evil.example:80", b""])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        b"https://evil.example",
+        b"null",
+        b"HTTP://evil.example:80",
+        b"",
+        b"http://8.8.8.8",
+        b"https://1.1.1.1:8443",
+        b"http://[2606:4700::1111]",
+        b"http://[::ffff:808:808]",
+    ],
+)
 def test_pages_from_elsewhere(origin: bytes) -> None:
     assert stranger([(b"host", b"localhost"), (b"origin", origin)], ()) is not None
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -46,24 +47,23 @@ def is_installed() -> bool:
 
 
 class Translator:
-    """Create and use it on one event loop."""
+    """Create and use it on one event loop. `command` starts the process."""
 
-    def __init__(self, vendors: tuple[Vendor, ...] = ()) -> None:
+    def __init__(
+        self, vendors: tuple[Vendor, ...] = (), command: Sequence[str] = (sys.executable, "-m", WORKER)
+    ) -> None:
         self._vendors = vendors
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._session: aiohttp.ClientSession | None = None
         self._secret = ""
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
-
-    def wait_until_dead(self, timeout_sec: float = 10.0) -> None:
-        """After somebody has killed it."""
-        if self._process is not None:
-            self._process.wait(timeout_sec)
 
     async def send(self, path: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
         """Ask, starting the process if there is none. Returns at the answer's head."""
@@ -73,52 +73,68 @@ class Translator:
         )
 
     async def _ready(self) -> aiohttp.ClientSession:
-        async with self._starting:
-            if self._session is None or self._process is None or self._process.poll() is not None:
-                if self._process is not None:
-                    logger.warning(
-                        "the translator has died (exit code %s): starting it again", self._process.poll()
-                    )
-                await self._close()
-                await self._start()
-            assert self._session is not None
-            return self._session
+        """The start is nobody's own: a client that leaves meanwhile does not take it along."""
+        if self._starting is None and (self._process is None or self._process.poll() is not None):
+            self._starting = asyncio.create_task(self._restart())
+            self._starting.add_done_callback(self._is_through)
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+        if self._session is None:
+            raise TranslatorError(
+                "the translator (LiteLLM) does not start; the proxy's log on stderr says why"
+            )
+        return self._session
+
+    def _is_through(self, _: asyncio.Task[None]) -> None:
+        self._starting = None
+
+    async def _restart(self) -> None:
+        """`_session` says whether it is there now."""
+        if self._process is not None:
+            logger.warning("the translator has died (exit code %s): starting it again", self._process.poll())
+        await self._close()
+        if not self._is_stopped:
+            await self._start()
+        if self._session is None:
+            await self._close()
 
     async def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lightning-"))  # only we may enter it
-        socket_path = str(self._folder / "translator")
-        self._secret = secrets.token_hex(32)
+        start_up = StartUp(str(self._folder / "translator"), secrets.token_hex(32), self._vendors)
         self._process = await asyncio.to_thread(
             subprocess.Popen,
-            [sys.executable, "-m", WORKER],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is for the proxy, which drains first
         )
+        if self._is_stopped:
+            return
         try:
             line = await asyncio.wait_for(
-                asyncio.to_thread(
-                    _introduce, self._process, StartUp(socket_path, self._secret, self._vendors)
-                ),
-                START_TIMEOUT_SEC,
+                asyncio.to_thread(_introduce, self._process, start_up), START_TIMEOUT_SEC
             )
         except TimeoutError:
+            self._process.kill()  # else whoever reads what it says would never be done
             line = b""
-        if line != b"ready\n":
-            await self._close()
-            raise TranslatorError(
-                "the translator (LiteLLM) does not start; the proxy's log on stderr says why"
-            )
+        if line != b"ready\n" or self._is_stopped:
+            return
         logger.info("the translator is ready (process %s)", self._process.pid)
+        self._secret = start_up.secret
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(socket_path, limit=0),
+            connector=aiohttp.UnixConnector(start_up.socket_path, limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None),
             read_bufsize=2**18,
         )
 
     async def stop(self) -> None:
-        async with self._starting:
-            await self._close()
+        """For good. A start that is under way is broken off: there is nothing yet to end in order."""
+        self._is_stopped = True
+        if self._starting is not None:
+            if self._process is not None:
+                self._process.kill()
+            await asyncio.wait([self._starting])
+        await self._close()
 
     async def _close(self) -> None:
         session, self._session = self._session, None

@@ -454,7 +454,7 @@ def test_a_translator_that_dies_is_started_again(running: Running) -> None:
     pid = running.proxy.translator.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    running.proxy.translator.wait_until_dead()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert call(running, "messages").status == 200
     assert running.proxy.translator.pid not in (None, pid)
 

@@ -15,20 +15,24 @@ _rewarded = sa.exists().where(
 
 
 def outcomes(conn: sa.Connection, policy: str, version: int, *, since_ms: int = 0, limit: int) -> list[float]:
-    """The resolved rewards of the newest episodes, at most `limit`, that began since then, have ended with a
-    reward, and were served by this version alone, as far as it is the policy's calls."""
+    """The resolved rewards of the episodes that ended last, at most `limit`, since then, with a reward, and
+    were served by this version alone, as far as it is the policy's calls.
+
+    When a row was made says nothing: an episode may be announced long before its first call, which is what
+    gives it a version.
+    """
     of_policy = sa.and_(calls.c.episode_id == episodes.c.id, calls.c.policy == policy)
     query = (
         sa.select(episodes.c.id)
         .where(
             episodes.c.status == EpisodeStatus.ENDED.value,
             episodes.c.purpose == Purpose.TRAIN.value,
-            episodes.c.created_at_ms >= since_ms,
+            episodes.c.ended_at_ms >= since_ms,
             sa.exists().where(of_policy, calls.c.policy_version == version),
             sa.not_(sa.exists().where(of_policy, calls.c.policy_version != version)),
             _rewarded,
         )
-        .order_by(episodes.c.created_at_ms.desc(), episodes.c.id.desc())
+        .order_by(episodes.c.ended_at_ms.desc(), episodes.c.id.desc())
         .limit(limit)
     )
     found = load_rewards(conn, conn.execute(query).scalars())

@@ -139,7 +139,7 @@ class Canaries:
         policy, now = row.policy, self._place.live.live_version(row.policy)
         assert now is not None, "a canary has a live version beside it"
         serving = await self._log.read(lambda conn: live_version(conn, policy))
-        since_ms = 0 if serving is None else serving.created_at_ms  # none of its episodes is older
+        since_ms = 0 if serving is None else serving.created_at_ms  # none of its episodes ended before
         canary = await self._log.read(
             lambda conn: outcomes(conn, policy, row.version, since_ms=plan.since_ms or 0, limit=MAX_EPISODES)
         )

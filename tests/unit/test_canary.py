@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.log_rows import intent, reward
+from fakes.query_plans import explaining, full_scans
 from typer.testing import CliRunner
 
 from lightning_rl.cli import app
@@ -24,7 +25,7 @@ from lightning_rl.proxy.publishing import canary as canary_room
 from lightning_rl.proxy.publishing.canary import Plan, judge
 from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
-from lightning_rl.records import PolicyVersion, Purpose, VersionStatus, WeightsKind
+from lightning_rl.records import PolicyVersion, Purpose, VersionStatus, WeightsKind, now_ms
 from lightning_rl.settings.proxy import ProxySettings
 from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.append import append_entries
@@ -33,6 +34,7 @@ from lightning_rl.store.episodes import add_reward, create_episode
 from lightning_rl.store.outcomes import outcomes
 from lightning_rl.store.policies import add_candidate, load_version, set_version_status
 from lightning_rl.store.promotion import ask_for_version
+from lightning_rl.store.schema import episodes
 from lightning_rl.trainer.candidate import Handover
 
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
@@ -382,6 +384,62 @@ def test_only_whole_rewarded_training_episodes_of_the_version_count(world: World
         assert sorted(outcomes(conn, "policy", 1, limit=100)) == [0.1, 0.2, 0.3]
         assert len(outcomes(conn, "policy", 1, limit=2)) == 2
         assert outcomes(conn, "policy", 1, since_ms=2**50, limit=9) == []
+    world.database.close()
+
+
+def test_an_episode_counts_by_its_end_however_early_it_was_announced(world: World) -> None:
+    """Both sides: a batch may be announced before either version was made, and played with both."""
+    since_ms = now_ms()
+    with world.database.write() as conn:
+        for name, version, value, ended_at_ms in (
+            ("played-by-it", 1, 0.75, since_ms + 2),
+            ("by-the-other", 0, 0.5, since_ms + 2),
+            ("before-it", 1, 0.25, since_ms - 1),  # of an earlier trial of the same version
+            ("also-before", 0, 0.0, since_ms - 1),
+        ):
+            append_entries(conn, [intent(f"call-{name}", name, version=version)])
+            add_reward(conn, reward(name, value, final=True))
+            times = {"created_at_ms": since_ms - 5000, "ended_at_ms": ended_at_ms}
+            conn.execute(episodes.update().where(episodes.c.id == name).values(times))
+        assert outcomes(conn, "policy", 1, since_ms=since_ms, limit=9) == [0.75]
+        assert outcomes(conn, "policy", 0, since_ms=since_ms, limit=9) == [0.5]
+        older = {"created_at_ms": since_ms - 9000}
+        conn.execute(episodes.update().where(episodes.c.id == "played-by-it").values(older))
+        assert outcomes(conn, "policy", 1, limit=1) == [0.75]  # ended last, announced first
+    world.database.close()
+
+
+def test_a_batch_that_was_announced_before_the_canary_decides_about_it(world: World) -> None:
+    async def scenario() -> None:
+        names = [f"episode-{number}" for number in range(1, 8)]
+        with world.database.write() as conn:
+            for name in names:
+                create_episode(conn, episode_id=name, task_id="t", batch="b", expected_size=len(names))
+            append_entries(conn, [intent("running", "running", version=0)])
+            conn.execute(episodes.update().values(created_at_ms=now_ms() - 60_000))
+        world.candidate(1)
+        await world.step()
+        assert world.status(1) is CANARY
+        world.episodes(1, 0.1, 0.1, 0.1)
+        world.episodes(0, 0.5, 0.5)
+        await world.step()
+        assert world.status(1) is CANARY
+        with world.database.write() as conn:  # began with the live version, which it stays with
+            add_reward(conn, reward("running", 0.6, final=True))
+        await world.step()
+        assert world.status(1) is REJECTED
+        numbers = (world.row(1).verdict or {})["canary"]
+        assert (numbers["canary_episodes"], numbers["live_episodes"]) == (3, 3)
+        assert numbers["live_mean"] == pytest.approx(1.6 / 3)
+
+    run(world, scenario)
+
+
+def test_what_decides_is_read_through_an_index(world: World) -> None:
+    world.episodes(1, 0.5)
+    with explaining(world.database) as plans, world.database.read() as conn:
+        assert outcomes(conn, "policy", 1, since_ms=1, limit=9) == [0.5]
+    assert full_scans(plans, ("calls", "episodes", "rewards")) == []
     world.database.close()
 
 

@@ -37,6 +37,7 @@ from .statements import chunks
 __all__ = [
     "EpisodeCounts",
     "GroupCounts",
+    "as_reward",
     "calls_by_upstream_ids",
     "count_episodes",
     "count_groups",
@@ -101,7 +102,7 @@ def load_rewards(conn: sa.Connection, episode_ids: Iterable[str]) -> dict[str, t
     """All rows of each episode by (time, id); superseded ones included."""
     found: dict[str, list[Reward]] = {name: [] for name in episode_ids}
     for row in _by(conn, rewards, rewards.c.episode_id, list(found)):
-        found[row.episode_id].append(_reward(row))
+        found[row.episode_id].append(as_reward(row))
     return {
         name: tuple(sorted(given, key=lambda reward: (reward.created_at_ms, reward.id)))
         for name, given in found.items()
@@ -175,5 +176,5 @@ def _choice(row: sa.Row[Any]) -> Choice:
     )
 
 
-def _reward(row: sa.Row[Any]) -> Reward:
+def as_reward(row: sa.Row[Any]) -> Reward:
     return Reward(**{**row._mapping, "target": RewardTarget(row.target)})

@@ -85,8 +85,12 @@ class RewardLine(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NumberedReward:
-    line: int  # 1-based
+    line: int | None  # 1-based; None: it was given by itself
     reward: Reward
+
+    def said(self, fault: str) -> str:
+        """A mistake in it, in the words of whoever gave it."""
+        return fault if self.line is None else f"line {self.line}: {fault}; nothing was written"
 
 
 def read_lines(lines: Iterable[str], default_source: str) -> list[NumberedReward]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import sqlalchemy as sa
 
 from ..errors import UnknownEpisodeError, UserError
-from ..records import EpisodeStatus, Reward, RewardTarget
+from ..records import EpisodeStatus, Reward
 from .episodes import (
     check_superseded,
     check_target,
@@ -20,10 +20,12 @@ from .episodes import (
     reward_row,
 )
 from .placement import lock_rows
-from .read import load_rewards
+from .read import as_reward, load_rewards
 from .reward_lines import NumberedReward
 from .schema import episodes, rewards
 from .statements import chunks, insert_missing, storable_text
+
+_WHAT_IT_SAYS = tuple(field.name for field in fields(Reward) if field.name not in ("id", "created_at_ms"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Imported:
 def import_rewards(conn: sa.Connection, numbered: Sequence[NumberedReward]) -> Imported:
     """Append all of them, or raise and leave it to the caller's transaction that none is kept.
 
-    A row whose id is in the log already must say the same; then it is counted and left alone.
+    A row whose id is in the log already must say the same, whenever; then it is counted and left alone.
     """
     known = _rows_of(conn, [item.reward.id for item in numbered])
     # All locks at once, in the order of keys: the proxy's writer takes them so, too.
@@ -52,7 +54,7 @@ def import_rewards(conn: sa.Connection, numbered: Sequence[NumberedReward]) -> I
             row = owners.get(storable_text(reward.episode_id)) or locked(conn, reward.episode_id)
             _check(conn, row.id, reward, known)
         except UserError as error:
-            raise type(error)(f"line {item.line}: {error}; nothing was written") from None
+            raise type(error)(item.said(str(error))) from None
         known[storable_text(reward.id)] = reward
         new.append(reward_row(row.id, reward))
         if reward.final and row.status == EpisodeStatus.RUNNING.value:
@@ -98,15 +100,16 @@ def _rows_of(conn: sa.Connection, ids: Sequence[str]) -> dict[str, Reward]:
     found: dict[str, Reward] = {}
     for chunk in chunks(sorted({storable_text(name) for name in ids})):
         for row in conn.execute(sa.select(rewards).where(rewards.c.id.in_(chunk))):
-            found[row.id] = Reward(**{**row._mapping, "target": RewardTarget(row.target)})
+            found[row.id] = as_reward(row)
     return found
 
 
 def _require_same(item: NumberedReward, had: Reward) -> None:
-    for name in ("episode_id", "target", "value", "source", "agent", "call_id", "supersedes"):
+    for name in _WHAT_IT_SAYS:
         ours, theirs = getattr(item.reward, name), getattr(had, name)
         if ours != theirs:
-            raise UserError(
-                f"line {item.line}: reward {had.id!r} is there already, its {name} {theirs!r}, not {ours!r}; "
-                "rewards are never changed: give a new id, and supersedes; nothing was written"
+            fault = (
+                f"reward {had.id!r} is there already, its {name} {theirs!r}, not {ours!r}; rewards are never "
+                "changed: give a new id, and supersedes"
             )
+            raise UserError(item.said(fault))

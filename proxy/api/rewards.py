@@ -36,7 +36,7 @@ async def add(new: NewReward, context: Context) -> dict[str, Any]:
     if new.id is None:
         await context.write(lambda conn: add_reward(conn, reward))
     else:  # given again under its id it must say the same
-        await context.write(lambda conn: import_rewards(conn, [NumberedReward(1, reward)]))
+        await context.write(lambda conn: import_rewards(conn, [NumberedReward(None, reward)]))
     _end_episodes(context, [reward])
     return {
         "reward": reward.id,

@@ -50,6 +50,33 @@ def test_many_rewards_are_written_together_or_not_at_all(database: Database) -> 
 
 
 @behaviour
+def test_a_row_under_a_known_id_must_say_the_same_in_every_field(database: Database) -> None:
+    write(database, intent("c0", "e0"), end("c0", (1,), choice(), choice(index=1)))
+    line = {
+        "id": "r",
+        "episode": "e0",
+        "value": 1,
+        "call": "c0",
+        "token_start": 0,
+        "token_end": 1,
+        "choice": 0,
+    }
+    line |= {"final": False, "note": "good"}
+    assert _import(database, line) == (1, 0)
+    assert _import(database, line, line | {"created_at_ms": 1}) == (0, 2)
+    others: dict[str, object] = {"token_start": 1, "token_end": 2, "choice": 1, "final": True, "note": "bad"}
+    for field, other in others.items():
+        with pytest.raises(UserError, match="line 2: reward 'r' is there already, its "):
+            _import(
+                database, line, line | {field: other} | ({"token_end": 2} if field == "token_start" else {})
+            )
+    with pytest.raises(UserError, match="its note 'good', not None"):
+        _import(database, {name: value for name, value in line.items() if name != "note"})
+    with database.read() as conn:
+        assert len(rewards_of(conn, "e0")) == 1
+
+
+@behaviour
 def test_a_judge_sees_words_and_only_what_is_over(database: Database) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}]}).encode()
     said = choice(message={"role": "assistant", "content": "4"})

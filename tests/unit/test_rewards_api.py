@@ -52,7 +52,10 @@ def test_an_id_makes_it_safe_to_repeat(running: Running) -> None:
     assert post(running, id="r1", episode="a", value=1)[0] == 200
     status, refused = post(running, id="r1", episode="a", value=0)
     assert status == 400
-    assert "'r1' is there already" in refused["error"]["message"]
+    assert refused["error"]["message"].startswith("reward 'r1' is there already, its value 1.0, not 0.0; ")
+    assert "nothing was written" not in refused["error"]["message"], "that is said of lines"
+    status, refused = post(running, id="r2", episode="nobody", value=0)
+    assert (status, refused["error"]["message"][:20]) == (404, "no episode 'nobody' ")
     assert len(api(running, "/a")[1]["rows"]) == 1
 
 

@@ -37,6 +37,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "LoRA, reference, checkpointing": {"weights": "lora", "kl": 0.5, "checkpointing": True, "max_tokens": 40},
     "LoRA, one micro-batch for two": {"weights": "lora", "num_calls": 1, "max_tokens": 4096},
     "LoRA, corrected, gspo": {"weights": "lora", "correction": "truncate", "objective": "gspo"},
+    "LoRA, reference, sapo": {"weights": "lora", "kl": 0.5, "objective": "sapo"},
 }
 
 

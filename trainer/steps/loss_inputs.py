@@ -14,8 +14,10 @@ from .objective import Objective
 from .scoring import on_device
 
 
-def loss_inputs(batch: MicroBatch, device: Any, objective: Objective) -> dict[str, torch.Tensor]:
-    """The prompt part is empty: scoring does not read it."""
+def loss_inputs(
+    batch: MicroBatch, device: Any, objective: Objective, num_ranks: int
+) -> dict[str, torch.Tensor]:
+    """The prompt part is empty: scoring does not read it. `num_ranks`: those whose gradients are averaged."""
     terms = batch.terms
     shape = (len(batch.choices), int(terms.column.max()) + 1)
     place = (on_device(terms.row, device), on_device(terms.column, device))
@@ -25,9 +27,9 @@ def loss_inputs(batch: MicroBatch, device: Any, objective: Objective) -> dict[st
         return torch.zeros(shape, dtype=flat.dtype, device=device).index_put(place, flat)
 
     advantages = rows(terms.advantage * terms.multiplier)
-    if objective.name == "sapo":  # TRL takes the mean over a row's tokens, then over rows
+    if objective.name == "sapo":  # TRL takes the mean over a row's tokens, then over rows, of one rank
         lengths = torch.bincount(place[0], minlength=shape[0])
-        advantages *= lengths[:, None] * shape[0]
+        advantages *= lengths[:, None] * (shape[0] * num_ranks)
     empty = torch.zeros((shape[0], 0), dtype=torch.long, device=device)
     return {
         "prompt_ids": empty,

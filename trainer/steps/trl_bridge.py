@@ -7,7 +7,8 @@ step (`training_step`: a loop over micro-batches of unequal size). Loss, clippin
 logging are TRL's and transformers'.
 
 TRL divides its `dapo` loss by `num_items_in_batch / num_processes`. We hand over 1, so what is left is the
-sum over all ranks and micro-batches of the advantages that the plan has already weighted.
+sum over all ranks and micro-batches of the advantages that the plan has already weighted. (What it divides
+`sapo` by is multiplied into the advantages: loss_inputs.py.)
 """
 
 # ruff: noqa: E402
@@ -173,7 +174,8 @@ class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
             last = number == len(micro_batches)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 self._current = micro_batch
-                read = loss_inputs(micro_batch, self.args.device, self._objective)
+                num_ranks = self.accelerator.num_processes
+                read = loss_inputs(micro_batch, self.args.device, self._objective, num_ranks)
                 self._old_logps = read["old_per_token_logps"]
                 with _no_gathering(self.accelerator):
                     loss = self.compute_loss(model, read)

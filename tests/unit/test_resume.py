@@ -172,10 +172,12 @@ def buried(log: Database, run: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_step_is_trained_as_it_was_written(own_log, model_folder, references, monkeypatch):
-    """Though its rewards are others by now; a critic, too, learns what the manifest says."""
-    reference = references("critic")
-    run = dies(own_log, model_folder, monkeypatch, "before the step is computed", **KINDS["critic"])
+def test_an_interrupted_step_is_trained_as_it_was_written(own_log, model_folder, monkeypatch):
+    """Though its rewards are others by now; a critic, too, learns what the manifest says: from the calls
+    within the bound alone (prompts have 7 and 12 tokens)."""
+    chosen = KINDS["critic"] | {"max_sequence_tokens": 11}
+    reference = train(settings(own_log, model_folder, **chosen)).folder
+    run = dies(own_log, model_folder, monkeypatch, "before the step is computed", **chosen)
     buried(own_log, run)
     from fakes import log_rows
 
@@ -186,6 +188,7 @@ def test_an_interrupted_step_is_trained_as_it_was_written(own_log, model_folder,
     assert summary.run_id == run
     first = json.loads((reference / STEP_LOG).read_text().splitlines()[1])
     again = json.loads((summary.folder / STEP_LOG).read_text().splitlines()[1])
+    assert first["choices_excluded"] == again["choices_excluded"] == {"too_long": 2}
     assert first["reward_mean"] == again["reward_mean"] == 0.5
     assert first["critic_loss"] == again["critic_loss"]
     assert_same_end(summary.folder, reference)

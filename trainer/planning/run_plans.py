@@ -110,14 +110,14 @@ class RunPlans:
         check_engines: Callable[[Sequence[Fingerprint]], None],
     ) -> Iterator[Planned]:
         """Each step with its groups; planned when it is asked for, with the weights' version of then."""
+        longest = self.planner.settings.selection.max_sequence_tokens
         if self._unfinished is not None:
             plan, groups = self._unfinished.plan, self._unfinished.groups
             report.message(f"step {plan.manifest.step} is trained as its manifest was written")
             check_engines(self._source.fingerprints(groups))
-            known = None if critic is None else StepValues.of(groups, critic)
+            known = None if critic is None else StepValues.of(groups, critic, longest)
             yield Planned(plan, groups, known, is_in_log=True)
         if self.written is None:
-            longest = self.planner.settings.selection.max_sequence_tokens
             for groups in self._groups(report):
                 check_engines(self._source.fingerprints(groups))
                 known = None if critic is None else StepValues.of(groups, critic, longest)

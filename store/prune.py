@@ -46,6 +46,13 @@ CALLS_PER_LOCK = 200
 RUNNING = "a call of it is under way (one without an answer counts as cut off after an hour)"
 NOT_ENDED = "it has not ended, so it has no age yet; end it, or delete it with --episode alone"
 PLANNED = "a training step that has not run yet is to train it"
+RESUMABLE = (
+    "its policy's newest run, which was interrupted, trains it when it is resumed; begin another run, or "
+    "delete it with --episode"
+)
+
+SILENT_RUN_MS = OPEN_CALL_HOLDS_MS
+"""A run without a heartbeat for so long is not being trained: its process was killed."""
 
 _PRUNE_KEY = 0x4C49_4748_5450  # names the Postgres advisory lock of a running prune or import
 
@@ -168,8 +175,45 @@ def _ready(
     under_way = sa.select(calls.c.episode_id).where(
         calls.c.episode_id.in_(names), calls.c.status == CallStatus.OPEN.value, calls.c.started_at_ms >= since
     )
-    planned = (
-        sa.select(manifest_episodes.c.episode_id)
+    not_ended = sa.select(episodes.c.id).where(
+        episodes.c.id.in_(names), episodes.c.status == EpisodeStatus.RUNNING.value
+    )
+    running = set(conn.execute(under_way).scalars())
+    planned, resumable = _to_be_trained(conn, names)
+    planned -= running
+    # Whoever names an episode wants it gone: a run that nobody may ever resume is no reason to keep it.
+    resumable = set() if selection.episode_ids else resumable - running - planned
+    ageless = set() if selection.before_ms is None else set(conn.execute(not_ended).scalars())
+    ageless -= running | planned | resumable
+    staying = running | planned | resumable | ageless
+    counts = {
+        RUNNING: len(running),
+        PLANNED: len(planned),
+        RESUMABLE: len(resumable),
+        NOT_ENDED: len(ageless),
+    }
+    return [name for name in names if name not in staying], {
+        reason: count for reason, count in counts.items() if count
+    }
+
+
+def _to_be_trained(conn: sa.Connection, names: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Those of steps that were planned and not trained: of runs that are at it, and of runs that were
+    interrupted and may be resumed.
+
+    The latter are the newest of their policy: whoever has begun another has given the one before up. Runs
+    of older versions, which kept no checkpoints, can't be resumed.
+    """
+    newer = runs.alias()
+    is_newest = ~sa.exists().where(
+        newer.c.policy == runs.c.policy,
+        sa.tuple_(newer.c.created_at_ms, newer.c.id) > sa.tuple_(runs.c.created_at_ms, runs.c.id),
+    )
+    is_silent = sa.func.coalesce(runs.c.seen_at_ms < now_ms() - SILENT_RUN_MS, sa.false())
+    is_at_it = sa.and_(runs.c.status == "running", ~is_silent)
+    can_go_on = sa.and_(runs.c.status != "finished", runs.c.start_version.is_not(None), is_newest)
+    query = (
+        sa.select(manifest_episodes.c.episode_id, is_at_it.label("is_at_it"))
         .join(
             step_manifests,
             sa.and_(
@@ -181,21 +225,12 @@ def _ready(
         .where(
             manifest_episodes.c.episode_id.in_(names),
             step_manifests.c.trained_at_ms.is_(None),
-            runs.c.status == "running",
+            sa.or_(is_at_it, can_go_on),
         )
     )
-    not_ended = sa.select(episodes.c.id).where(
-        episodes.c.id.in_(names), episodes.c.status == EpisodeStatus.RUNNING.value
-    )
-    running = set(conn.execute(under_way).scalars())
-    waiting = set(conn.execute(planned).scalars()) - running
-    ageless = set() if selection.before_ms is None else set(conn.execute(not_ended).scalars())
-    ageless -= running | waiting
-    staying = running | waiting | ageless
-    counts = {RUNNING: len(running), PLANNED: len(waiting), NOT_ENDED: len(ageless)}
-    return [name for name in names if name not in staying], {
-        reason: count for reason, count in counts.items() if count
-    }
+    found = conn.execute(query).all()
+    planned = {row.episode_id for row in found if row.is_at_it}
+    return planned, {row.episode_id for row in found} - planned
 
 
 def _count(conn: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> dict[str, int]:

@@ -19,8 +19,19 @@ from lightning_rl.store import append, collect, read, runs
 from lightning_rl.store.bodies import load_bodies
 from lightning_rl.store.database import Database
 from lightning_rl.store.keys import EpisodeKey, add_episode_key
-from lightning_rl.store.prune import NOT_ENDED, PLANNED, RUNNING, Selection, only_one, plan, prune
+from lightning_rl.store.prune import (
+    NOT_ENDED,
+    PLANNED,
+    RESUMABLE,
+    RUNNING,
+    Selection,
+    only_one,
+    plan,
+    prune,
+)
+from lightning_rl.store.run_owners import Owner, take
 from lightning_rl.store.schema import calls, episodes, groups
+from lightning_rl.store.schema import runs as runs_table
 from lightning_rl.store.verify import verify
 
 OUTLIVE = {
@@ -132,9 +143,57 @@ def test_what_is_under_way_is_left_out_and_counted(database: Database) -> None:
     deleted = delete(database, before_ms=now_ms() + 60_000)
     assert deleted["episodes"] == 1
     with database.write() as conn:
-        runs.end_run(conn, "next", "stopped")
+        runs.end_run(conn, "next", "stopped")  # of an older version: nobody can go on with it
     assert delete(database, before_ms=now_ms() + 60_000)["episodes"] == 2
     assert verify(database).faults == []
+
+
+def _interrupt(conn: sa.Connection, run: str, how: str) -> None:
+    if how == "killed":
+        conn.execute(runs_table.update().where(runs_table.c.id == run).values(seen_at_ms=1))
+    else:
+        runs.end_run(conn, run, how)
+
+
+@behaviour
+def test_the_step_that_a_run_was_interrupted_in_stays_until_another_run_begins(database: Database) -> None:
+    for number, how in enumerate(("stopped", "failed", "killed")):
+        policy, run, task = f"policy-{how}", f"run-{how}", "cde"[number]
+        play(database, f"{task}0", f"task-{task}", 0.0, policy=policy)
+        play(database, f"{task}1", f"task-{task}", 1.0, policy=policy)
+        everything = {"policy": policy, "before_ms": now_ms() + 60_000}
+        with database.write() as conn:
+            runs.create_run(conn, run, policy, {}, {}, start_version=0)
+            take(conn, run, Owner("token", "host", 1, "boot 1"), was=None, policy=policy)
+            runs.add_manifest(conn, manifest(task, run))
+        assert dict(plan(database, Selection(**everything)).left_out) == {PLANNED: 2}
+        with database.write() as conn:
+            _interrupt(conn, run, how)
+        assert delete(database, **everything) == {}
+        assert dict(plan(database, Selection(**everything)).left_out) == {RESUMABLE: 2}
+        with database.read() as conn:
+            step = runs.load_manifest(conn, run, 0)
+            loaded = read.load_episodes(conn, {choice.episode_id for choice in step.choices})
+        assert {call.id for episode in loaded for call in episode.calls} >= {c.call_id for c in step.choices}
+        assert delete(database, episode_ids=(f"{task}0",))["episodes"] == 1, "named, it goes"
+        with database.write() as conn:
+            runs.create_run(conn, f"another-{how}", f"another-{policy}", {}, {}, start_version=0)
+        assert delete(database, **everything) == {}, "of another policy"
+        with database.write() as conn:
+            runs.create_run(conn, f"{run}-next", policy, {}, {}, start_version=0)
+        assert delete(database, **everything)["episodes"] == 1
+    assert verify(database).faults == []
+
+
+@behaviour
+def test_a_run_that_is_trained_beside_a_newer_one_keeps_what_it_has_planned(database: Database) -> None:
+    fill(database)
+    with database.write() as conn:
+        for run in ("one", "other"):
+            runs.create_run(conn, run, "policy", {}, {}, start_version=0)
+            take(conn, run, Owner("token", "host", 1, "boot 1"), was=None, policy=None)
+        runs.add_manifest(conn, manifest("b", "one"))
+    assert plan(database, Selection(before_ms=now_ms() + 60_000)).left_out[PLANNED] == 2
 
 
 @behaviour

@@ -116,6 +116,7 @@ def prune(
             with database.write() as conn:
                 collect(conn)
                 still = sa.select(calls.c.id).where(calls.c.id.in_(chunk), calls.c.episode_id.is_(None))
+                still = still.order_by(calls.c.id).with_for_update()  # nobody assigns them meanwhile
                 _delete_calls(conn, conn.execute(still).scalars().all(), done)
     return done
 
@@ -286,6 +287,7 @@ def _delete_episodes(conn: sa.Connection, names: Sequence[str], selection: Selec
 
 
 def _delete_calls(conn: sa.Connection, names: Sequence[str], done: Pruned) -> None:
+    # Rewards are no matter of calls: one about a call is its episode's, and a call of the bin has none.
     ends: set[bytes] = set()
     for chunk in chunks(names):
         blocks = sa.select(calls.c.prompt_block).where(
@@ -298,8 +300,6 @@ def _delete_calls(conn: sa.Connection, names: Sequence[str], done: Pruned) -> No
     for table in reversed(metadata.sorted_tables):
         if "call_id" in table.c and table.name not in _KEPT and table is not rewards:
             _delete(conn, table, table.c.call_id, names, done)
-    # A reward about a call goes with it, wherever it is: it would be about nothing.
-    _delete(conn, rewards, rewards.c.call_id, names, done)
     _delete(conn, calls, calls.c.id, names, done)
     done.rows["token_blocks"] += collect_chains(conn, ends)
 

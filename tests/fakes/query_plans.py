@@ -11,14 +11,16 @@ import sqlalchemy as sa
 
 from lightning_rl.store.database import Database
 
+_EXPLAINED = ("SELECT", "WITH", "UPDATE", "DELETE")
+
 
 @contextlib.contextmanager
 def explaining(database: Database) -> Iterator[list[str]]:
-    """The statement and the plan of every SELECT that is run meanwhile."""
+    """The statement and the plan of every SELECT, UPDATE and DELETE that is run meanwhile."""
     plans: list[str] = []
 
     def before(conn: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        if not statement.lstrip().upper().startswith(("SELECT", "WITH")):
+        if not statement.lstrip().upper().startswith(_EXPLAINED):
             return
         explain = "EXPLAIN QUERY PLAN " if conn.dialect.name == "sqlite" else "EXPLAIN "
         cursor = conn.connection.cursor()  # the driver's own: it is not heard here

@@ -16,7 +16,7 @@ from fakes.store_behaviours import rows_by_table, write
 from typer.testing import CliRunner
 
 from lightning_rl.errors import UnknownEpisodeError, UserError
-from lightning_rl.records import now_ms
+from lightning_rl.records import RewardTarget, now_ms
 from lightning_rl.store import space
 from lightning_rl.store.append import add_reward
 from lightning_rl.store.blocks import BLOCK_TOKENS, pack_ids
@@ -204,6 +204,7 @@ def test_a_call_s_reward_and_judgements_go_with_it(database: Database) -> None:
     write(database, intent("c", "e"), end("c", [1], choice([2], [-0.5])))
     with database.write() as conn:
         add_reward(conn, reward("e", 1.0, final=True))
+        add_reward(conn, reward("e", 0.5, target=RewardTarget.CALL, call_id="c"))
     assert run("--episode", "e", "--yes").exit_code == 0
     tables = rows_by_table(database)
     assert {name for name, rows in tables.items() if rows} <= {"alembic_version"}

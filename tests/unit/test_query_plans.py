@@ -15,7 +15,7 @@ from fakes.query_plans import explaining, full_scans
 from fakes.store_behaviours import write
 
 from lightning_rl.records import EpisodeStatus, Purpose, Quarantine, now_ms
-from lightning_rl.store import append, curation, doctor, episode_view, listing, policies, policy_view
+from lightning_rl.store import append, curation, doctor, episode_view, listing, policies, policy_view, prune
 from lightning_rl.store.database import Database
 from lightning_rl.trainer.planning.source import GroupSource
 
@@ -92,6 +92,24 @@ def test_policies_and_their_versions(database: Database) -> None:
     counted = [plan for plan in plans if "count(*)" in plan and "FROM calls" in plan]
     assert counted
     assert all("ix_calls_policy" in plan for plan in counted)
+
+
+def test_a_portion_of_a_prune(database: Database) -> None:
+    """It holds the lock that every writer waits for."""
+    with explaining(database) as plans:
+        done = prune.prune(database, prune.Selection(before_ms=now_ms() + 60_000))
+    assert (done.rows["calls"], done.rows["rewards"], done.rows["episodes"]) == (9, 4, 4)
+    assert any(plan.startswith("DELETE FROM rewards") for plan in plans)
+    tables = (
+        "calls",
+        "choices",
+        "rewards",
+        "events",
+        "token_blocks",
+        "manifest_episodes",
+        "manifest_choices",
+    )
+    assert full_scans(plans, tables) == []
 
 
 def test_a_step_of_the_trainer(database: Database) -> None:

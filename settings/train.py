@@ -72,7 +72,7 @@ class TrainSettings(Layered):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="What the learning rate does over the run's optimizer steps (max_steps times epochs): "
-        "stay, or fall to 0 along a line or a cosine, which need max_steps.",
+        "stay, or fall along a line or a cosine, which need max_steps.",
     )
     warmup_steps: int = Field(
         0, ge=0, description="Optimizer steps over which the learning rate rises to its full size."

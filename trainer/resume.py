@@ -111,14 +111,13 @@ def settings_of(run: OwnedRun, given: TrainSettings) -> TrainSettings:
     """The run's own, with what may change. SettingsError for one that would change what is trained."""
     stored = dict(run.settings)
     said = given.model_dump(mode="json")
+    if given.manifests is not None:
+        said["manifests"] = str(given.manifests.resolve())  # as it is stored
     harmless = HARMLESS | ({"max_steps"} if stored.get("lr_schedule", "constant") == "constant" else set())
     changes: dict[str, Any] = {"db": given.db}
     for name in sorted(given.model_fields_set):
-        if name in harmless:
+        if name in harmless or name == "model":
             changes[name] = said[name]
-        elif name in ("model", "manifests"):
-            if name == "model":
-                changes[name] = said[name]
         elif said[name] != stored.get(name) and not (stored.get("manifests") and name in _OF_A_PLAN):
             raise SettingsError(
                 f"run {run.id} was begun with {name} = {stored.get(name)}, and {said[name]} would change "

@@ -29,7 +29,7 @@ MOST_NAMES = 1024
 """In one IN list; likewise."""
 
 MAX_INDEXED_CHARS = 256
-"""As many as a name may have (proxy/attribution/address.py)."""
+"""As many as a name may have (MAX_NAME_CHARS in store/names.py)."""
 
 _IN = "__[POSTCOMPILE_names]"
 

@@ -128,6 +128,8 @@ def _reward_doc(reward: Reward) -> dict[str, Any]:
         "agent": reward.agent,
         "call": reward.call_id,
         "choice": reward.choice_index,
+        "token_start": reward.token_start,
+        "token_end": reward.token_end,
         "note": reward.note,
         "supersedes": reward.supersedes,
         "created_at_ms": reward.created_at_ms,

@@ -14,7 +14,7 @@ import typer
 from ...settings.layers import DEFAULT_DB
 from .episodes import episodes_app, one_of, read_tags
 from .options import DbOption
-from .tables import count_words, in_words
+from .tables import count_words, in_words, say
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -107,7 +107,7 @@ def untag(
     words = [f"removed {', '.join(removed)}"] if removed else []
     words += [f"had no {', '.join(missing)}"] if missing else []
     document = {"episodes": [episode], "removed": removed, "missing": missing}
-    _say(document, f"{episode}: {'; '.join(words)}", as_json)
+    say(document, f"{episode}: {'; '.join(words)}", as_json=as_json)
 
 
 @episodes_app.command()
@@ -126,10 +126,10 @@ def assign(
 
     with _writing(db) as conn:
         ordinals = assign_calls(conn, episode, calls, agent=agent, create=create, by=BY, note=note)
-    _say(
+    say(
         {"episode": episode, "ordinals": ordinals},
         f"{episode}: {count_words(len(ordinals), 'call')} assigned",
-        as_json,
+        as_json=as_json,
     )
 
 
@@ -156,7 +156,7 @@ def kind(
         ids = calls or calls_of_agent(conn, str(episode), agent)
         changed = set_call_kind(conn, ids, chosen, by=BY, note=note)
     document = {"kind": chosen.value, "calls": len(ids), "changed": changed}
-    _say(document, f"{changed} of {count_words(len(ids), 'call')} changed to {chosen}", as_json)
+    say(document, f"{changed} of {count_words(len(ids), 'call')} changed to {chosen}", as_json=as_json)
 
 
 @calls_app.command()
@@ -177,7 +177,7 @@ def used(
     with _writing(db) as conn:
         set_choice_used(conn, call, index, is_used, by=BY, note=note)
     document = {"call": call, "choice": index, "used": is_used}
-    _say(document, f"{call}: answer {index} is {'used' if is_used else 'unused'}", as_json)
+    say(document, f"{call}: answer {index} is {'used' if is_used else 'unused'}", as_json=as_json)
 
 
 @contextmanager
@@ -218,10 +218,4 @@ def _each(
         for name in sorted(set(episodes)):
             change(conn, name)
     words = ", ".join(f"{key} {in_words(value)}" for key, value in said.items())
-    _say({"episodes": episodes, **said}, f"{', '.join(episodes)}: {words}", as_json)
-
-
-def _say(document: dict[str, Any], words: str, as_json: bool) -> None:
-    import json
-
-    typer.echo(json.dumps(document) if as_json else words)
+    say({"episodes": episodes, **said}, f"{', '.join(episodes)}: {words}", as_json=as_json)

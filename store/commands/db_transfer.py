@@ -9,6 +9,7 @@ import typer
 
 from ...settings.layers import DEFAULT_DB
 from .options import DbOption
+from .tables import count_words, say, tell_unknown_policy
 
 
 def export(
@@ -31,7 +32,6 @@ def export(
     from ...errors import UserError
     from ..database import Database
     from ..transfer import FORMATS, Part, count_selected, export_log
-    from .tables import tell_unknown_policy
     from .times import moment_ms
 
     if str(target) == "-":
@@ -58,7 +58,7 @@ def export(
             )
     finally:
         database.close()
-    _say(as_json, {"file": str(target), "rows": dict(counts)}, f"{target}: {_listed(counts)}")
+    say({"file": str(target), "rows": dict(counts)}, f"{target}: {_listed(counts)}", as_json=as_json)
 
 
 def import_(
@@ -83,7 +83,7 @@ def import_(
     finally:
         database.close()
     document = {"db": database.shown_url, "rows_read": dict(read), "rows_added": dict(added)}
-    _say(as_json, document, f"{database.shown_url}: added {_listed(added)} of {_listed(read)}")
+    say(document, f"{database.shown_url}: added {_listed(added)} of {_listed(read)}", as_json=as_json)
 
 
 def _progress() -> Any:
@@ -96,15 +96,7 @@ def _progress() -> Any:
 
 
 def _listed(counts: Any) -> str:
-    from .tables import count_words
-
     told = {name: counts.get(name, 0) for name in ("episodes", "calls", "choices", "rewards")}
     others = sum(counts.values()) - sum(told.values())
     listed = {**told, "other rows": others}.items()
     return ", ".join(count_words(count, name.removesuffix("s")) for name, count in listed)
-
-
-def _say(as_json: bool, document: dict[str, Any], line: str) -> None:
-    import json
-
-    typer.echo(json.dumps(document) if as_json else line)

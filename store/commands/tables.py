@@ -1,4 +1,4 @@
-"""Tables on a terminal; the same words, unwrapped, where the output goes to a file or another program."""
+"""Lines and tables on a terminal; the same words, unwrapped, where the output goes to a file or another program."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def in_words(value: Any) -> str:
     if isinstance(value, str):
         return value if value.isprintable() else json.dumps(value)
     return "-" if value is None else str(value)
+
+
+def say(document: Mapping[str, Any], words: str, *, as_json: bool) -> None:
+    """What a command did: a line for people, or the document."""
+    import typer
+
+    typer.echo(json.dumps(document) if as_json else words)
 
 
 def terminal() -> Console:

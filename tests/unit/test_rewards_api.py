@@ -59,6 +59,14 @@ def test_an_id_makes_it_safe_to_repeat(running: Running) -> None:
     assert len(api(running, "/a")[1]["rows"]) == 1
 
 
+def test_an_episode_shows_the_tokens_that_a_reward_is_about(running: Running) -> None:
+    (call,) = [row["id"] for row in running.rows("calls") if row["episode_id"] == "a"]
+    assert post(running, episode="a", value=1, call=call, token_start=1, token_end=3)[0] == 200
+    shown = json.loads(ask(running.url, "/lightning/api/episodes/a").body)
+    (row,) = shown["rewards"]
+    assert (row["call"], row["token_start"], row["token_end"]) == (call, 1, 3)
+
+
 def test_many_or_none(running: Running) -> None:
     lines = [json.dumps({"episode": name, "value": 1, "source": "tests"}) for name in "ab"]
     status, found = api(running, "/import", "\n".join(lines).encode())

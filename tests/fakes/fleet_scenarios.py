@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.log_rows import intent, reward
+from fakes.waiting import until
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.live.engines import Engines
@@ -34,7 +35,6 @@ from lightning_rl.store.policies import add_candidate, load_version
 LORA, FULL = WeightsKind.LORA, WeightsKind.FULL
 TIMES = Times(heartbeat_sec=0.1, fence_sec=0.8, gone_sec=1.2)
 URLS = ["http://engine-0", "http://engine-1"]
-WAIT_SEC = 60.0
 
 Scenario = Callable[["Fleet"], Awaitable[None]]
 SCENARIOS: list[Scenario] = []
@@ -223,12 +223,6 @@ class Fleet:
         for proxy in self.proxies:
             proxy.database.close()
         self.database.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SEC):
-        while not condition():  # noqa: ASYNC110 - of another task's making
-            await asyncio.sleep(0.005)
 
 
 def run(function: Scenario, url: str, folder: Path) -> None:

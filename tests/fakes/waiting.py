@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-WAIT_SEC = 30.0
+WAIT_SEC = 60.0
 """A loaded machine is slow; who waits this long has met a fault."""
 
 

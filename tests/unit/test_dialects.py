@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from fakes.fake_vllm import FakeVllm, logprob, token_id
 from fakes.running_proxy import Answer, Running, ask, running_proxy
+from fakes.waiting import wait_until
 
 from lightning_rl.proxy.dialects import front
 from lightning_rl.proxy.dialects.translator import is_installed
@@ -89,6 +89,11 @@ def last_call(running: Running) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def chat_requests(running: Running) -> list[dict[str, Any]]:
     return [json.loads(r["body"]) for r in running.engine.received if r["path"] == "/v1/chat/completions"]
+
+
+def read_until_delta(response: http.client.HTTPResponse) -> None:
+    """Until the answer has begun; the connection's time-out ends a wait in vain."""
+    assert any(b"delta" in line for line in iter(response.readline, b"")), "the stream ended without a delta"
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
@@ -267,15 +272,12 @@ def test_a_client_that_leaves_ends_the_engine_s_work(running: Running, dialect: 
     body = json.dumps(BODIES[dialect] | {"stream": True}).encode()
     connection.request("POST", f"/episodes/e/v1/{dialect}", body, {"content-type": "application/json"})
     response = connection.getresponse()
-    while b"delta" not in response.readline():
-        pass
+    read_until_delta(response)
     response.close()
     connection.close()
-    while running.engine.num_aborted == 0:
-        threading.Event().wait(0.005)
-    row: dict[str, Any] = {"delivered": None}
-    while row["delivered"] is None:
-        row, choices = last_call(running)
+    wait_until(lambda: running.engine.num_aborted > 0)
+    wait_until(lambda: last_call(running)[0]["delivered"] is not None)
+    row, choices = last_call(running)
     assert (row["status"], row["delivered"]) == ("disconnected", 0)
     assert [choice["quarantine"] for choice in choices] == ["incomplete"]
     assert choices[0]["num_tokens"] > 0
@@ -289,11 +291,9 @@ def test_a_client_that_leaves_before_its_call_is_translated_is_in_the_log(
     connection = http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=30)
     body = json.dumps(BODIES[dialect]).encode()
     connection.request("POST", f"/episodes/early/v1/{dialect}", body, {"content-type": "application/json"})
-    while running.engine.num_open == 0:
-        threading.Event().wait(0.005)
+    wait_until(lambda: running.engine.num_open > 0)
     connection.close()
-    while running.engine.num_aborted == 0:
-        threading.Event().wait(0.005)
+    wait_until(lambda: running.engine.num_aborted > 0)
     flushed(running)
     (row,) = [
         row for row in running.rows("calls") if (row["episode_id"], row["dialect"]) == ("early", dialect)
@@ -311,8 +311,7 @@ def test_a_call_that_the_proxy_s_end_cuts_off_is_recorded_as_aborted(tmp_path: A
         body = json.dumps(BODIES[dialect] | {"stream": True}).encode()
         connection.request("POST", f"/episodes/e/v1/{dialect}", body, {"content-type": "application/json"})
         response = connection.getresponse()
-        while b"delta" not in response.readline():
-            pass
+        read_until_delta(response)
     connection.close()
     with contextlib.closing(Database.open(database)) as log, log.read() as conn:
         (row,) = conn.exec_driver_sql("SELECT status, error, delivered FROM calls").all()
@@ -420,8 +419,7 @@ def test_a_translator_that_dies_is_not_taken_for_the_agent(
         running.engine.answer_delay_sec = 2.0
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(call, running, dialect, episode, stream=streaming)
-        while not chat_requests(running):
-            threading.Event().wait(0.005)
+        wait_until(lambda: chat_requests(running))
         pid = running.proxy.translator.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.fake_vllm import FakeVllm
 from fakes.running_proxy import Answer, ask, running_proxy
+from fakes.waiting import until, wait_until
 
 from lightning_rl.errors import SettingsError
 from lightning_rl.proxy.app import ProxyApp
@@ -88,19 +88,15 @@ def test_a_command_and_its_children_are_killed_at_the_time_out(tmp_path: Path) -
 
     async def scenario() -> evaluation.Ran:
         running = asyncio.create_task(run_command(python(code), os.environ, 3600.0))
-        while not pids.exists():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.01)
+        await until(pids.exists)
         running.cancel()  # the proxy ends, or the engine went away
         await asyncio.gather(running, return_exceptions=True)
         return await run_command(python("import time; time.sleep(600)"), os.environ, 0.2)
 
     found = asyncio.run(scenario())
     assert found.exit_code is None
-    deadline = time.monotonic() + 30
     both = [int(pid) for pid in pids.read_text().split()]
-    while any(map(is_alive, both)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, both))
+    wait_until(lambda: not any(map(is_alive, both)))
 
 
 def test_a_child_left_behind_neither_holds_up_the_verdict_nor_stays() -> None:
@@ -110,10 +106,7 @@ def test_a_child_left_behind_neither_holds_up_the_verdict_nor_stays() -> None:
         "print('{\"pid\": %d}' % child.pid)"
     )
     assert found.exit_code == 0
-    deadline = time.monotonic() + 30
-    while is_alive(int(found.numbers["pid"])) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(int(found.numbers["pid"]))
+    wait_until(lambda: not is_alive(int(found.numbers["pid"])))
 
 
 def test_numbers_are_those_of_the_last_line_that_has_any() -> None:
@@ -297,8 +290,7 @@ def test_an_evaluation_ends_with_the_engine_and_is_done_anew(
     )
 
     async def restart_engine() -> None:
-        while not flag.exists():  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.01)
+        await until(flag.exists)
         world.engine.restart()
 
     async def scenario() -> None:
@@ -347,8 +339,7 @@ def through_the_door(
     done: list[bool] = []
 
     async def evaluate(app: ProxyApp) -> None:
-        while app.live.base_model is None:  # noqa: ASYNC110 - of another background task
-            await asyncio.sleep(0.001)
+        await until(lambda: app.live.base_model is not None)
         version = trained_version(tmp_path, 7, kind)
         try:
             async with app.open_evaluation(version, "policy@7" if kind is LORA else BASE) as door:
@@ -362,14 +353,12 @@ def through_the_door(
     url_of: list[str] = []
 
     async def start(app: ProxyApp) -> None:
-        while not url_of:  # noqa: ASYNC110 - of another thread
-            await asyncio.sleep(0.001)
+        await until(lambda: url_of)
         await evaluate(app)
 
     with running_proxy(tmp_path, engine, more=[start]) as running:
         url_of.append(running.url)
-        while not done:
-            time.sleep(0.005)
+        wait_until(lambda: done)
         if failed:
             raise failed[0]
         return running.rows("calls"), running.rows("episodes")
@@ -462,8 +451,7 @@ def test_an_episode_for_training_that_an_evaluation_calls_in_is_trained_no_more(
 def test_the_evaluations_calls_pass_while_all_others_are_held(tmp_path: Path) -> None:
     async def calls(proxy: str, door: str, key: str) -> None:
         waiting = asyncio.create_task(asked(proxy, CHAT, body()))
-        while apps[0].gate.waiting == 0:  # noqa: ASYNC110 - of another task
-            await asyncio.sleep(0.001)
+        await until(lambda: apps[0].gate.waiting > 0)
         assert (await asked(door, CHAT, body(), key)).status == 200
         assert not waiting.done()
         apps[0].gate.open()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
+from fakes.waiting import wait_until
 
 from lightning_rl.proxy.app import ProxyApp
 from lightning_rl.proxy.serving import serve_policies
@@ -110,7 +110,6 @@ def test_an_engine_that_is_back_is_used_again_once_it_was_looked_at(
         assert ask(url, f"/episodes/a{CHAT}", BODY).status == 200
         for engine in app.engines.all:
             app.engines.refused(engine)
-        while len(app.engines.in_rotation) < 2:
-            threading.Event().wait(0.002)
+        wait_until(lambda: len(app.engines.in_rotation) == 2)
         assert ask(url, f"/episodes/a{CHAT}", BODY).status == 200
         assert all(row["fingerprint_id"] for row in calls(database))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import typer
 from fakes.fake_engine import trained_version
 from fakes.log_rows import choice, end, intent, reward
 from fakes.store_behaviours import write
+from fakes.waiting import wait_until
 from typer.testing import CliRunner
 
 from lightning_rl.errors import LightningError
@@ -258,15 +258,16 @@ def test_nobody_takes_it_up(database: Database) -> None:
 
 @pytest.mark.parametrize("outcome", ["live", "rejected"])
 def test_waiting_for_the_publisher(database: Database, outcome: str) -> None:
+    def is_asked() -> bool:
+        with database.read() as conn:
+            return waiting_request(conn, "policy") is not None
+
     def publish() -> None:
-        while True:
-            with database.write() as conn:
-                if waiting_request(conn, "policy") is not None:
-                    verdict = {"result": "follows" if outcome == "live" else "other", "reason": "so it is"}
-                    status = VersionStatus(outcome)
-                    set_version_status(conn, "policy", 2, status, verdict=verdict, source="publisher")
-                    return
-            time.sleep(0.01)
+        wait_until(is_asked)
+        with database.write() as conn:
+            verdict = {"result": "follows" if outcome == "live" else "other", "reason": "so it is"}
+            status = VersionStatus(outcome)
+            set_version_status(conn, "policy", 2, status, verdict=verdict, source="publisher")
 
     thread = threading.Thread(target=publish)
     thread.start()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE
 from fakes.publishing_world import World
+from fakes.waiting import until
 
 from lightning_rl.proxy.live.served import Served
 from lightning_rl.records import VersionStatus, WeightsKind
@@ -112,8 +113,7 @@ def test_calls_are_held_during_the_reload_and_none_sees_both(world: World) -> No
         early = await world.live.admit("policy", None)
         world.candidate(1, 1.0, 0.0)
         publishing = asyncio.create_task(world.publisher.step())
-        while world.live.gate.is_open:  # noqa: ASYNC110 - the gate has no event for closing
-            await asyncio.sleep(0.001)
+        await until(lambda: not world.live.gate.is_open)
         late = asyncio.create_task(world.live.admit("policy", None))
         await asyncio.sleep(0.05)
         assert not late.done()

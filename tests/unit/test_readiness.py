@@ -8,13 +8,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
+from fakes.waiting import wait_until
 
 from lightning_rl.proxy import readiness
 from lightning_rl.proxy.live.engines import Engines
@@ -114,8 +114,7 @@ def test_ready_means_healthy_and_best_effort_serves_though_the_log_is_locked_fro
                 lock = sqlite3.connect(tmp_path / "log.db", isolation_level=None, timeout=30)
                 lock.execute("BEGIN IMMEDIATE")
                 assert ask(url, "/v1/chat/completions", body).status == 200  # while it is locked
-                while "the log can't be written" not in (tmp_path / "errors").read_text():
-                    threading.Event().wait(0.05)
+                wait_until(lambda: "the log can't be written" in (tmp_path / "errors").read_text())
                 lock.execute("ROLLBACK")
                 lock.close()
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
+from fakes.waiting import until, wait_until
 
 from lightning_rl.errors import PublishError
 from lightning_rl.proxy.live.engines import Engines
@@ -63,8 +64,7 @@ class World:
         return None if found is None else found.state
 
     async def until_asleep(self) -> None:
-        while not self.engine.asleep:  # noqa: ASYNC110 - of another task's making
-            await asyncio.sleep(0.002)
+        await until(lambda: self.engine.asleep)
 
 
 @pytest.fixture
@@ -94,8 +94,7 @@ def test_the_engine_sleeps_until_the_step_is_handed_over_and_wakes_with_the_new_
         step = asyncio.create_task(world.publisher.step())
         await world.until_asleep()
         held = asyncio.create_task(world.live.admit("policy", None))
-        while world.state() != "engine_asleep":  # noqa: ASYNC110 - of another task's making
-            await asyncio.sleep(0.002)
+        await until(lambda: world.state() == "engine_asleep")
         assert not held.done()
         with world.database.write() as conn:
             add_candidate(conn, trained_version(world.folder, 1, kind))
@@ -176,8 +175,7 @@ def answer(world: World, state: Any) -> threading.Thread:
     """What a publisher says, once it was asked."""
 
     def wait_and_say() -> None:
-        while world.state() != "engine_rest":
-            threading.Event().wait(0.005)
+        wait_until(lambda: world.state() == "engine_rest")
         world.say(state)
 
     thread = threading.Thread(target=wait_and_say)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from fakes.fake_vllm import FakeVllm, serving
 from fakes.running_proxy import ask
+from fakes.waiting import wait_until
 
 from lightning_rl.proxy import workers
 from lightning_rl.settings.proxy import ProxySettings
@@ -60,9 +60,8 @@ def living(database: Database) -> set[int]:
 
 
 def wait_for_workers(database: Database, without: int | None = None) -> set[int]:
-    while len(found := living(database) - {without}) < 2:
-        threading.Event().wait(0.02)
-    return found
+    wait_until(lambda: len(living(database) - {without}) >= 2)
+    return living(database) - {without}
 
 
 def test_both_workers_record_and_a_signal_lets_running_calls_end(tmp_path: Path) -> None:
@@ -79,8 +78,7 @@ def test_both_workers_record_and_a_signal_lets_running_calls_end(tmp_path: Path)
         assert answers == [200] * 64
         engine.answer_delay_sec = 1.0
         late = [pool.submit(ask, url, f"/episodes/late{i}{CHAT}", BODY) for i in range(4)]
-        while engine.num_open < 4:
-            threading.Event().wait(0.01)
+        wait_until(lambda: engine.num_open >= 4)
         process.send_signal(signal.SIGTERM)
         assert [answer.result().status for answer in late] == [200] * 4
         assert process.wait(60) == 0

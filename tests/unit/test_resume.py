@@ -202,7 +202,7 @@ def test_a_written_plan_goes_on_with_its_next_step(own_log, model_folder, tmp_pa
     reference = train(settings(own_log, model_folder, manifests=tmp_path / "plan"))
     run = dies(own_log, model_folder, monkeypatch, manifests=tmp_path / "plan")
     buried(own_log, run)
-    with pytest.raises(SettingsError, match="begun with manifests = .*/plan, and .*/other would change"):
+    with pytest.raises(SettingsError, match=r"begun with manifests = .*/plan, and .*/other would change"):
         go_on(own_log, run, manifests=tmp_path / "other")
     monkeypatch.chdir(tmp_path)
     summary = go_on(own_log, run, manifests="plan")
@@ -406,7 +406,7 @@ def test_settings_that_would_change_what_is_trained_are_refused(own_log, model_f
         go_on(own_log, learning_rate=0.1)
     with pytest.raises(SettingsError, match="begun with weights = full, and lora would change"):
         go_on(own_log, weights="lora")
-    with pytest.raises(SettingsError, match=r"begun with manifests = None, and .*/plan would .*--manifests out"):
+    with pytest.raises(SettingsError, match=r"manifests = None, and .*/plan would .*--manifests out"):
         go_on(own_log, manifests="plan")
     summary = go_on(own_log, learning_rate=1e-3, max_steps=2, keep_versions=7)
     assert (summary.steps_trained, summary.status) == (2, "finished")

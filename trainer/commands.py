@@ -255,7 +255,7 @@ def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> Non
 
     from ..store.commands.tables import count_words, print_table
     from .planning.dry_run import EXPLAINED_TITLES, TITLES, dry_run, explained_rows, reasons_of, table_rows
-    from .planning.reasons import in_words
+    from .reasons import in_words
 
     with Console(stderr=True).status("planning") as status:
         found = dry_run(

@@ -17,8 +17,8 @@ from lightning_rl.records import CallKind, EpisodeStatus, Quarantine, Reward, Re
 from lightning_rl.trainer.credit.base import CreditContext, JudgedEpisode, JudgedGroup, PastEpisode
 from lightning_rl.trainer.credit.registry import RULES, configure
 from lightning_rl.trainer.planning.plan import PlanSettings, plan_step
-from lightning_rl.trainer.planning.reasons import Reason
 from lightning_rl.trainer.planning.selection import SelectionRules
+from lightning_rl.trainer.reasons import Reason
 
 OF_CALLS = ("gigpo", "hgpo", "step_gae", "intermediate")
 COMPARES_ELSEWHERE = ("reinforce_pp", "running_baseline", "step_gae")  # with the batch, the past, a critic

@@ -10,7 +10,7 @@ from lightning_rl.trainer.credit.base import CreditContext, JudgedGroup, PastEpi
 from lightning_rl.trainer.credit.compare import why_no_comparison
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.credit.step_gae import StepGaeOptions, value_targets
-from lightning_rl.trainer.planning.reasons import Reason
+from lightning_rl.trainer.reasons import Reason
 
 
 def advantages(setting, *groups: JudgedGroup, context: CreditContext | None = None) -> dict[str, object]:

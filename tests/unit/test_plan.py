@@ -13,8 +13,8 @@ from lightning_rl.errors import UserError
 from lightning_rl.records import CallKind, EpisodeStatus, Purpose, Quarantine
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.planning.plan import PlanSettings, plan_step, transitions
-from lightning_rl.trainer.planning.reasons import Reason
 from lightning_rl.trainer.planning.selection import SelectionRules
+from lightning_rl.trainer.reasons import Reason
 
 
 def plan(

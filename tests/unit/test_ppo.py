@@ -21,7 +21,7 @@ from lightning_rl.trainer.credit.base import CreditContext, JudgedGroup
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.credit.sr_ppo import SrPpoOptions, changes, targets_of_group
 from lightning_rl.trainer.loop import train
-from lightning_rl.trainer.planning.reasons import Reason
+from lightning_rl.trainer.reasons import Reason
 from lightning_rl.trainer.report import STEP_LOG, StepLine, human
 
 

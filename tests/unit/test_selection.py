@@ -14,8 +14,8 @@ from lightning_rl.settings.train import DryRunSettings, TrainSettings
 from lightning_rl.trainer.credit.registry import configure
 from lightning_rl.trainer.planning.plan import PlanSettings, plan_step
 from lightning_rl.trainer.planning.planner import plan_settings
-from lightning_rl.trainer.planning.reasons import Reason, in_words
 from lightning_rl.trainer.planning.selection import SelectionRules, judge_group
+from lightning_rl.trainer.reasons import Reason, in_words
 
 
 def said(name, *rows, status=EpisodeStatus.ENDED, calls=()):

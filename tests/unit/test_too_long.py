@@ -22,8 +22,8 @@ from lightning_rl.trainer.planning.context_length import context_tokens
 from lightning_rl.trainer.planning.dry_run import dry_run, reasons_of
 from lightning_rl.trainer.planning.plan import PlanSettings, StepPlan, plan_step
 from lightning_rl.trainer.planning.planner import plan_settings
-from lightning_rl.trainer.planning.reasons import Reason
 from lightning_rl.trainer.planning.selection import SelectionRules
+from lightning_rl.trainer.reasons import Reason
 from lightning_rl.trainer.steps.values import StepValues
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,23 @@ def _unnested(node: ast.stmt) -> list[ast.AST]:
     return [node, *node.body] if isinstance(node, (ast.With, ast.If, ast.Try)) else [node]
 
 
+def room(path: Path) -> str:
+    """A folder of the trainer, or a file beside them."""
+    return path.relative_to(TRAINER).with_suffix("").parts[0]
+
+
+def rooms_read(path: Path) -> set[str]:
+    """The other rooms that a file of the trainer takes something from."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            target = path.parents[node.level - 1]
+            named = node.module.split(".") if node.module else [alias.name for alias in node.names]
+            if target == TRAINER:
+                found |= {named[0]} if node.module else set(named)
+    return found - {room(path)}
+
+
 def test_there_is_something_to_check():
     assert {"plan.py", "trl_bridge.py", "loop.py", "commands.py", "lightning.py"} <= {f.name for f in FILES}
 
@@ -39,6 +57,14 @@ def test_nobody_imports_the_web_and_only_the_bridge_imports_trl(path):
     names = imported(path, lazily=True)
     assert not names & {"fastapi", "starlette", "uvicorn", "aiohttp", "vllm", "litellm"}
     assert ("trl" in names) == (path.name == "trl_bridge.py")
+
+
+def test_arrows_between_rooms_run_one_way():
+    reads: dict[str, set[str]] = {}
+    for path in FILES:
+        reads.setdefault(room(path), set()).update(rooms_read(path))
+    assert {"credit", "reasons"} <= reads["planning"]
+    TopologicalSorter(reads).prepare()  # CycleError, with the rooms, where they read one another
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

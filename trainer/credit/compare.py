@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import JudgedGroup, RuleOptions, value_of
 
 EQUAL_WITHIN = 1e-9

@@ -27,7 +27,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from pydantic import Field
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import (
     ChoiceKey,
     Credit,

@@ -26,7 +26,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import (
     ChoiceKey,
     Credit,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import ChoiceKey, Credit, CreditContext, CreditRule, JudgedGroup, same_for_all, set_aside_credits
 from .compare import GroupOptions, group_advantages
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import (
     ChoiceKey,
     Credit,

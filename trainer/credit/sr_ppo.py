@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from ...errors import UserError
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import (
     ChoiceKey,
     Credit,

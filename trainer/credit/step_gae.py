@@ -27,7 +27,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...errors import UserError
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import (
     ChoiceKey,
     Credit,

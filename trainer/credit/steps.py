@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..planning.reasons import Reason
+from ..reasons import Reason
 from .base import JudgedEpisode, JudgedGroup, Reads, RuleOptions, standing_sources, value_of
 
 

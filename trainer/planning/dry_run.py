@@ -17,10 +17,10 @@ from ...store.database import Database
 from ...store.policies import live_version, next_version
 from ...store.read import load_episodes, load_groups
 from ...store.rewards import resolve
+from ..reasons import in_words
 from .manifest_files import FileKind, WrittenPlan, file_kind, write_plan
 from .plan import StepPlan
 from .planner import Planner
-from .reasons import in_words
 
 DECIDE = (
     "credit",

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from ...errors import UserError
 from ...records import ManifestChoice, StepManifest
+from ..reasons import in_words
 from .plan import StepCounts, StepPlan
-from .reasons import in_words
 
 FORMAT = 1
 PLAN = "plan.json"

@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...records import Call, Choice, Group, ManifestChoice, StepManifest, Transition
 from ..credit.base import ChoiceKey, Credit, CreditContext, JudgedEpisode, JudgedGroup
 from ..credit.registry import Assignment
-from .reasons import NO_VARIANCE, OF_A_RULE, Reason, cause_of
+from ..reasons import NO_VARIANCE, OF_A_RULE, Reason, cause_of
 from .selection import SelectionRules, choice_reasons, judge_group, num_tokens, temperature_of
 from .weights import CONSTANT_TOKENS, TrainedChoice, Weighting, multipliers
 

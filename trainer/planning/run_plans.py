@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ...errors import NothingToTrainError, SettingsError, UserError
 from ...records import Fingerprint, Group, StepManifest
@@ -18,15 +18,21 @@ from ...store.database import Database
 from ...store.read import load_groups
 from ...store.runs import WrittenStep, episodes_of, load_manifest
 from ..place import RunPlace
-from ..report import RunReport
+from ..reasons import Reason
 from ..steps.values import StepValues, Valuer
 from .manifest_files import WrittenPlan, read_plan
 from .plan import StepCounts, StepPlan, withheld
 from .planner import NO_VALUES, Planner
-from .reasons import Reason
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
+
+
+class Teller(Protocol):
+    """Who is told how far it is: what is needed of report.RunReport."""
+
+    def doing(self, what: str, done: int = 0, total: int | None = None) -> None: ...
+    def message(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class RunPlans:
 
     def each(
         self,
-        report: RunReport,
+        report: Teller,
         critic: Valuer | None,
         check_engines: Callable[[Sequence[Fingerprint]], None],
     ) -> Iterator[Planned]:
@@ -156,7 +162,7 @@ class RunPlans:
             )
         return plan
 
-    def _groups(self, report: RunReport) -> Iterator[list[Group]]:
+    def _groups(self, report: Teller) -> Iterator[list[Group]]:
         if not self._settings.watch:
             return self._source.ready()
         wanted = self._settings.groups_per_step

@@ -25,7 +25,7 @@ from ...records import (
 )
 from ...store.rewards import Resolution, SourceWeights, resolve, resolve_parts
 from ..credit.base import JudgedEpisode, JudgedGroup, PartRewards, standing_sources
-from .reasons import Reason
+from ..reasons import Reason
 
 UnequalSources = Literal["set_aside", "common"]
 TooLong = Literal["call", "episode"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ...records import Quarantine
+from ..records import Quarantine
 
 
 class Reason(StrEnum):

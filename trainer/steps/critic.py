@@ -53,7 +53,6 @@ class CriticMetrics:
     grad_norm: float
     explained_variance: float | None
     value_mean: float
-    return_mean: float
 
 
 class Body(Protocol):
@@ -166,7 +165,6 @@ class Critic:
             grad_norm=norm,
             explained_variance=explained_variance(old, returns),
             value_mean=statistics.fmean(old),
-            return_mean=statistics.fmean(returns),
         )
 
     def _epoch(

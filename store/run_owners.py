@@ -1,8 +1,8 @@
 """Who trains a run: one process at a time, known by its heartbeat, and one publishing run per policy.
 
 Every write of a run goes through `hold` in its own transaction, so that a process that was taken for dead
-writes nothing any more. Whether a silent owner is dead is the trainer's judgement (trainer/owner.py). Ages
-are by the database's clock.
+writes nothing any more. Whether an owner lives is the trainer's judgement (trainer/owner.py); where only the
+heartbeat tells, SILENT_SEC is everybody's bound. Ages are by the database's clock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from ..records import now_ms
 from .fleet import database_now_ms
 from .schema import runs
 from .statements import storable_text
+
+SILENT_SEC = 60.0
+"""After so long without a heartbeat nobody trains it: trainers, sleeping engines and tables judge by it."""
 
 
 @dataclass(frozen=True, slots=True)

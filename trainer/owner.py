@@ -1,7 +1,7 @@
 """The process that trains a run: how it is known, whether it lives, and its heartbeat.
 
 On the machine where the owner ran, its process is looked at: dead is certain at once. Of another machine (or
-another container) only the heartbeat tells, and silence means death after SILENT_SEC.
+another container) only the heartbeat tells, and silence means death after SILENT_SEC (store/run_owners.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import sqlalchemy as sa
 from ..errors import StoreError, UserError
 from ..records import new_id
 from ..store.database import Database
-from ..store.run_owners import OwnedRun, Owner, hold
+from ..store.run_owners import SILENT_SEC, OwnedRun, Owner, hold
 
 BEAT_SEC = 5.0
-SILENT_SEC = 60.0
 
 
 def this_process() -> Owner:

@@ -12,11 +12,10 @@ import logging
 
 from ...errors import EngineError
 from ...store.rests import Rest, RestState, rest_of, rests, say_rest
+from ...store.run_owners import SILENT_SEC
 from .place import BusyError, Place
 from .version_log import SOURCE, Notices, VersionLog
 
-SILENT_SEC = 60.0
-"""As long as the trainers' own judgement takes (trainer/owner.py)."""
 LOOK_SEC = 0.2
 
 logger = logging.getLogger("lightning.publisher")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...records import now_ms
 from ...settings.train import TrainSettings
+from ..run_owners import SILENT_SEC
 from .tables import count_words, in_words, print_table, terminal
 from .times import shown
 
@@ -24,7 +25,6 @@ _STEP_TITLES = (
 )
 _WIDE = 120  # columns that a whole table of steps needs
 _ON_WIDE_ONES = frozenset({"groups", "choices", "clipped", "seconds"})
-_SILENT_MS = 60_000  # without a heartbeat for so long, nobody trains the run
 _SHORT_ID = 12  # characters of a run's id that most lists can tell runs apart by
 
 _AGENT_TITLES = ("agent", "choices trained", "tokens", "advantage", "not trained")
@@ -198,7 +198,7 @@ def _versions(line: RunLine) -> str:
 
 
 def _status(line: RunLine) -> str:
-    is_silent = line.silent_ms is not None and line.silent_ms > _SILENT_MS
+    is_silent = line.silent_ms is not None and line.silent_ms >= SILENT_SEC * 1000
     return "interrupted" if is_silent else line.status
 
 

@@ -24,7 +24,7 @@ from lightning_rl.settings.train import ResumeSettings, TrainSettings
 from lightning_rl.store.database import Database
 from lightning_rl.store.episodes import add_reward
 from lightning_rl.store.policies import add_candidate, set_version_status, versions
-from lightning_rl.store.run_owners import owned_run
+from lightning_rl.store.run_owners import SILENT_SEC, owned_run
 from lightning_rl.trainer import owner, resume
 from lightning_rl.trainer.loop import train
 from lightning_rl.trainer.report import STEP_LOG, mend_log
@@ -326,7 +326,7 @@ def test_an_interrupted_run_is_not_passed_over(own_log, model_folder, monkeypatc
 
 def test_elsewhere_only_the_heartbeat_tells(own_log, model_folder, monkeypatch):
     run = dies(own_log, model_folder, monkeypatch, publish=True, at_call=1)
-    for silent_sec, alive in ((owner.SILENT_SEC - 5, True), (owner.SILENT_SEC + 5, False)):
+    for silent_sec, alive in ((SILENT_SEC - 5, True), (SILENT_SEC + 5, False)):
         with own_log.write() as conn:
             conn.execute(
                 sa.text("UPDATE runs SET owner_host = 'far', seen_at_ms = :at"),

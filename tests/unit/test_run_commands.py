@@ -21,8 +21,10 @@ from lightning_rl.settings.train import TrainSettings
 from lightning_rl.store.commands import run_plots, run_tables, tables
 from lightning_rl.store.commands.run_tables import changed_settings
 from lightning_rl.store.database import Database
-from lightning_rl.store.run_owners import Owner, take
+from lightning_rl.store.run_owners import SILENT_SEC, OwnedRun, Owner, take
+from lightning_rl.store.run_view import RunLine
 from lightning_rl.store.runs import add_manifest, create_run, end_run, finish_step
+from lightning_rl.trainer.owner import lives
 
 
 def run(*arguments: str) -> Any:
@@ -157,6 +159,18 @@ def test_a_run_that_nobody_trains_any_more_is_told_from_one_that_goes_on(log):
     assert "go on with it" not in said("show", "alive")
     assert document("show", "dead")["silent_ms"] >= 3600_000
     assert document("show", "dead")["status"] == "running"  # what the row says
+
+
+@pytest.mark.parametrize("ago_ms", [-1, 0])
+def test_a_run_that_is_shown_as_interrupted_can_be_gone_on_with(ago_ms, capsys):
+    """To the millisecond: what the table says and what `--resume` judges is one bound."""
+    silent_ms = round(SILENT_SEC * 1000) + ago_ms
+    line = RunLine("one", "policy", "running", 0, 0, None, None, None, None, 0, None, None, silent_ms, None)
+    far = Owner("token", "far", 1, "another boot 1")
+    run_tables.print_runs([line])
+    is_alive = lives(OwnedRun("one", "policy", "running", {}, {}, 0, far, silent_ms))
+    assert ("interrupted" in capsys.readouterr().out) is not is_alive
+    assert is_alive is (ago_ms < 0)
 
 
 def test_a_setting_that_this_program_does_not_know_is_shown():

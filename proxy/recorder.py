@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from ..errors import LightningError, StoreError
 from ..records import CallDelivered, CallEnd, CallIntent, LogEntry
 from ..store.append import Noted, append_entries, mark_gap
+from .waiting_bytes import waiting_bytes
 
 COMMIT_EVERY_SEC = 0.05
 """How long an intent may wait for company: after a crash, older calls are in the log as incomplete."""
@@ -165,7 +166,7 @@ class Recorder:
 
     def _put(self, entry: LogEntry, done: asyncio.Future[None] | None) -> None:
         self._remember(entry)
-        size = len(entry.request_body) if isinstance(entry, CallIntent) else 8 * _num_tokens(entry)
+        size = waiting_bytes(entry)
         if not self._is_required and self.fault is not None:
             if done is not None:
                 done.set_result(None)
@@ -335,13 +336,6 @@ def _settle(waiting: Sequence[asyncio.Future[None]], error: LightningError | Non
             done.set_result(None)
         else:
             done.set_exception(error)
-
-
-def _num_tokens(entry: LogEntry) -> int:
-    if not isinstance(entry, CallEnd):
-        return 0
-    prompt = 0 if entry.prompt_ids is None else len(entry.prompt_ids)
-    return prompt + sum(len(choice.completion_ids or ()) for choice in entry.choices)
 
 
 def _shown(entry: LogEntry | None) -> str:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_rl.records import (
     CallKind,
     CallStatus,
     LogEntry,
+    RecordedChoice,
 )
 from lightning_rl.store.database import Database
 
@@ -273,6 +274,34 @@ def test_a_full_queue_refuses_new_calls(monkeypatch: pytest.MonkeyPatch) -> None
 
     with_recorder(database, work)
     assert len(database.entries) == 40
+
+
+WHOLE = {"role": "assistant", "content": "x" * 1000}
+CALLS = {"tool_calls": [{"function": {"name": "add", "arguments": "y" * 1000}}], "content": None}
+
+
+@pytest.mark.parametrize("message", [WHOLE, CALLS, {"content": [{"type": "text", "text": "z" * 1000}]}])
+def test_the_texts_of_answers_fill_the_queue(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = FakeDatabase()
+    database.may_commit.clear()
+    monkeypatch.setattr(recorder_module, "MAX_QUEUED_BYTES", 5000)
+    said = RecordedChoice(0, None, None, "stop", None, message, None)
+
+    async def work(recorder: Recorder) -> None:
+        recorder.put(intent("first"))
+        await until(lambda: recorder._batch_since is not None)  # from now on the thread takes no more
+        for i in range(4):
+            recorder.put(replace(end(str(i)), choices=(said,)))
+        assert recorder.refusal is None
+        recorder.put(replace(end("4"), error="z" * 1000))
+        assert recorder.refusal == recorder_module.FULL
+        database.may_commit.set()
+        await recorder.flush()
+        assert recorder.refusal is None
+
+    with_recorder(database, work)
 
 
 def test_a_stalled_commit_counts_as_unwritable(monkeypatch: pytest.MonkeyPatch) -> None:

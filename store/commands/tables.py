@@ -1,4 +1,4 @@
-"""Lines and tables on a terminal; the same words, unwrapped, where the output goes to a file or another program."""
+"""Lines and tables on a terminal; the same words, unwrapped, where the output goes to a file or a program."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from ..errors import EngineError
 from .live.engines import Engines, EngineState
 from .live.served import Lease
-from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, Upstream
+from .transport.headers import Headers
+from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Upstream
 
 logger = logging.getLogger("lightning.relay")
 

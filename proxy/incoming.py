@@ -16,7 +16,8 @@ from .live.served import Lease, Served
 from .messages.request import Request
 from .routes import Route
 from .transport.client import Client
-from .transport.upstream import Headers, Upstream
+from .transport.headers import Headers
+from .transport.upstream import Upstream
 
 
 class CallRecorder(Protocol):

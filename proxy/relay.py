@@ -33,7 +33,8 @@ from .messages.request import read_request
 from .messages.splice import Edit, apply, locate, parse
 from .routes import Route, find_route, is_websocket_route
 from .transport.client import TOO_LARGE, BodyTooLargeError, Client, ClientGoneError, Receive, Scope, Send
-from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, Headers, response_headers
+from .transport.headers import Headers
+from .transport.upstream import CONNECT_FAILURES, FAILURES, EngineAnswer, response_headers
 from .transport.websocket import pass_websocket, refuse_websocket
 
 logger = logging.getLogger("lightning.relay")

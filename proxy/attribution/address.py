@@ -1,6 +1,6 @@
 """Who is calling: the marks that a request carries, which one wins, and what is left for the engine.
 
-Owns the attribution cascade (path, headers, aliases of others, API key, body) and the names of our headers.
+Owns the attribution cascade (path, headers, aliases of others, API key, body) and what our headers say.
 Knows nothing of the log: an episode need not exist to be named.
 """
 
@@ -15,11 +15,9 @@ from urllib.parse import unquote_to_bytes
 from ...errors import UserError
 from ...records import MALFORMED_MARK, Attribution, Purpose
 from ...store.names import name_fault as _fault
+from ..transport.headers import OUR_HEADERS
 
 FORM = "the base URL is /episodes/EPISODE/v1, with /tasks/TASK, /batches/BATCH or /agents/AGENT before /v1"
-
-OUR_HEADERS = b"x-lightning-"
-"""Headers with this prefix are ours: read here, never sent to the engine."""
 
 _ALIAS_HEADERS = {
     b"x-session-id": "X-Session-Id",

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from ...records import Attribution, CallEnd, new_id
-from ..transport.upstream import Headers
+from ..transport.headers import Headers
 
 MAX_KNOWN = 65_536
 

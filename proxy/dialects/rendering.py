@@ -14,7 +14,7 @@ import orjson
 
 from ..messages.capture import error_text
 from ..messages.splice import set_members
-from ..transport.upstream import Headers
+from ..transport.headers import Headers
 
 NOT_OFFERED = "the engine does not render: start vLLM with --enable-scale-out (lightning engine serve does)"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from .upstream import Headers
+from .headers import Headers
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

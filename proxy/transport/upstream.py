@@ -18,11 +18,9 @@ from typing import Any, Protocol
 import aiohttp
 from yarl import URL
 
-from ..attribution.address import OUR_HEADERS
 from .connections import Connections, Place, place_of
+from .headers import OUR_HEADERS, Headers
 from .wire import BrokenOffError, CannotConnectError
-
-Headers = list[tuple[bytes, bytes]]
 
 CONNECT_TIMEOUT_SEC = 5.0
 LARGE_BODY_BYTES = 2**20  # from here on aiohttp warns of bytes

@@ -17,7 +17,7 @@ from websockets.http11 import Response
 from websockets.typing import Subprotocol
 
 from .client import Receive, Scope, Send
-from .upstream import Headers
+from .headers import Headers
 
 OPEN_TIMEOUT_SEC = 60.0
 CLOSE_TIMEOUT_SEC = 5.0

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def test_arrows_run_one_way(package, forbidden):
             if any(name == f or name.startswith(f + ".") for f in forbidden)
         ]
         assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+
+
+def test_arrows_between_the_proxy_s_rooms_run_one_way():
+    """Its folders; the way of a call (relay, exchange, …) lies above and beside them."""
+    reads: dict[str, set[str]] = {}
+    for path, inside in _files("lightning_rl.proxy"):
+        room = inside.split(".")[2:3]
+        named = [name.split(".") for name in _imports(path, inside)]
+        others = {name[2] for name in named if name[:2] == ["lightning_rl", "proxy"] and len(name) > 3}
+        if room:
+            reads.setdefault(room[0], set()).update(others - {*room})
+    assert {"attribution", "live", "transport"} <= set(reads)
+    TopologicalSorter(reads).prepare()  # CycleError, with the rooms, where they read one another
 
 
 def test_only_the_bridge_knows_trl():

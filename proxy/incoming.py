@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..records import Attribution, CallEnd, CallIntent, LogEntry, new_id, now_ms
+from ..records import Attribution, CallEnd, CallIntent, CallKind, LogEntry, new_id, now_ms
 from .attribution.address import Address
 from .attribution.inference import Inference
 from .attribution.kinds import Kinds
@@ -102,29 +102,60 @@ def make_intent(
     attribution: Attribution,
     lease: Lease,
 ) -> CallIntent:
+    """The row of a call to an engine."""
     served, engine = lease.served, lease.engine
     assert engine is not None, "serve_call has chosen one"
-    call_id = new_id()
-    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
-    return CallIntent(
-        id=call_id,
-        attribution=attribution,
+    return intent_of(
+        parts,
+        incoming,
+        request,
+        attribution,
         kind=parts.kinds.of(attribution.agent, request.doc),
-        route=incoming.route.path,
-        dialect=request.dialect,
-        streaming=request.streaming,
-        requested_model=request.model,
         served_model=served.model or request.model,
         policy=served.policy,
         policy_version=served.version,
         engine_url=engine.url,
         fingerprint_id=engine.fingerprint_id,
+        unrecordable=request.unrecordable,
+    )
+
+
+def intent_of(
+    parts: Parts,
+    incoming: Incoming,
+    request: Request,
+    attribution: Attribution,
+    *,
+    kind: CallKind,
+    served_model: str | None,
+    engine_url: str,
+    unrecordable: str | None,
+    policy: str | None = None,
+    policy_version: int | None = None,
+    fingerprint_id: str | None = None,
+) -> CallIntent:
+    """The row of a call, whoever answers it. Takes its place in the lineage."""
+    call_id = new_id()
+    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
+    return CallIntent(
+        id=call_id,
+        attribution=attribution,
+        kind=kind,
+        route=incoming.route.path,
+        dialect=request.dialect,
+        streaming=request.streaming,
+        requested_model=request.model,
+        served_model=served_model,
+        policy=policy,
+        policy_version=policy_version,
+        engine_url=engine_url,
+        fingerprint_id=fingerprint_id,
         sampling=request.sampling,
         request_body=request.body,
         request_hash=digest(request.body),
         state_key=state_key,
         parent_call_id=parent,
-        unrecordable=request.unrecordable,
+        unrecordable=unrecordable,
         idempotency_key=incoming.header(b"idempotency-key"),
         retry_count=incoming.retry_count(),
         started_at_ms=now_ms(),

@@ -7,7 +7,6 @@ held like any other. Keys stay in the environment: none is stored, logged or sen
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -34,7 +33,7 @@ from .dialects.errors import refuse
 from .dialects.translator import MISSING_FOR_VENDORS, Translator, TranslatorError, is_installed
 from .dialects.wire import ANSWER_ID, SHOWN_MODEL, USAGE_EVENT, Summary, Vendor
 from .exchange import LEFT, STOPPED
-from .incoming import CallFront, Incoming, Parts
+from .incoming import CallFront, Incoming, Parts, intent_of
 from .messages.capture import MAX_ERROR_CHARS, Ending, StreamReader, make_end
 from .messages.request import Request
 from .messages.splice import parse
@@ -92,7 +91,16 @@ class ProviderFront:
             reason = f"provider {request.model!r}: the proxy's environment has no variable {variable}"
             await refuse(client, request.dialect, 501, reason)
         else:
-            intent = _intent(self._parts, incoming, request, attribution, provider)
+            intent = intent_of(
+                self._parts,
+                incoming,
+                request,
+                attribution,
+                kind=CallKind(provider.kind),
+                served_model=provider.model,
+                engine_url=provider.api_base or provider.model.partition("/")[0],
+                unrecordable="another vendor's model",
+            )
             await _VendorCall(self._parts, self._translator, client, request, intent).run()
 
 
@@ -229,38 +237,3 @@ class _VendorCall:
                 await refuse(self._client, self._request.dialect, 503, f"the call can't be recorded: {error}")
             return False
         return True
-
-
-def _intent(
-    parts: Parts,
-    incoming: Incoming,
-    request: Request,
-    attribution: Attribution,
-    provider: ProviderSettings,
-) -> CallIntent:
-    call_id = new_id()
-    parent, state_key = parts.lineage.place(attribution.episode_id, call_id, request.doc)
-    return CallIntent(
-        id=call_id,
-        attribution=attribution,
-        kind=CallKind(provider.kind),
-        route=incoming.route.path,
-        dialect=request.dialect,
-        streaming=request.streaming,
-        requested_model=request.model,
-        served_model=provider.model,
-        policy=None,
-        policy_version=None,
-        engine_url=provider.api_base or provider.model.partition("/")[0],
-        fingerprint_id=None,
-        sampling=request.sampling,
-        request_body=request.body,
-        request_hash=hashlib.blake2b(request.body, digest_size=16).digest(),
-        state_key=state_key,
-        parent_call_id=parent,
-        unrecordable="another vendor's model",
-        idempotency_key=incoming.header(b"idempotency-key"),
-        retry_count=incoming.retry_count(),
-        started_at_ms=now_ms(),
-        client_keys=incoming.address.keys,
-    )

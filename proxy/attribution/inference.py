@@ -46,7 +46,7 @@ class Inference:
         if not self._by_prefix or messages is None:
             return found
         try:
-            prefixes = _prefixes(messages)
+            prefixes, _ = _hashes(messages)
         except orjson.JSONEncodeError:  # nested deeper than it writes, if not than it reads
             return found
         for prefix in reversed(prefixes[:-1]):
@@ -65,7 +65,7 @@ class Inference:
         if not self._by_prefix or messages is None:
             return
         try:
-            running = _running_hash(messages)
+            _, running = _hashes(messages)
         except orjson.JSONEncodeError:
             return
         for choice in end.choices:
@@ -92,20 +92,14 @@ def _messages(doc: Mapping[str, Any] | None) -> list[Any] | None:
     return messages if isinstance(messages, list) and messages else None
 
 
-def _prefixes(messages: Sequence[Any]) -> list[bytes]:
+def _hashes(messages: Sequence[Any]) -> tuple[list[bytes], hashlib.blake2b]:
+    """After each message; and the running one, to go on with."""
     running = hashlib.blake2b(digest_size=16)
     found: list[bytes] = []
     for message in messages:
         running.update(_canonical(message))
         found.append(running.digest())
-    return found
-
-
-def _running_hash(messages: Sequence[Any]) -> hashlib.blake2b:
-    running = hashlib.blake2b(digest_size=16)
-    for message in messages:
-        running.update(_canonical(message))
-    return running
+    return found, running
 
 
 def _canonical(message: Any) -> bytes:

@@ -20,6 +20,7 @@ import orjson
 
 from ..records import CallEnd, CallIntent, LogEntry, Quarantine, RecordedChoice
 from ..settings.proxy import RedactionRule
+from ..store.names import EPISODE_KEY, EPISODE_KEY_PREFIX
 
 BUILT_IN = {
     "email": r"(?<![\w.%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b",
@@ -34,7 +35,6 @@ BUILT_IN = {
 MIN_KEY_BYTES = 12
 """Shorter keys are placeholders ("EMPTY", "secret"), which may well stand in a prompt."""
 
-_EPISODE_KEY = re.compile(rb"lk-[A-Za-z0-9_-]{43}")
 _HIDDEN_KEY = "[key]"
 _SCALARS = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*', re.DOTALL)
 MAX_OPEN = 100_000
@@ -103,8 +103,8 @@ class Redactor:
         body = intent.request_body
         keys = [key for key in intent.client_keys if len(key) >= MIN_KEY_BYTES and key in body]
         keys += [secret for secret in self._secrets if secret in body]
-        if b"lk-" in body:
-            keys += _EPISODE_KEY.findall(body)
+        if EPISODE_KEY_PREFIX in body:
+            keys += EPISODE_KEY.findall(body)
         return tuple(
             Rule("key", re.compile(re.escape(key.decode("latin-1"))), _HIDDEN_KEY) for key in set(keys)
         )

@@ -14,7 +14,10 @@ MAX_NAME_CHARS = 256
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_EPISODE_KEY = re.compile(r"lk-[A-Za-z0-9_-]{43}")
+
+EPISODE_KEY_PREFIX = b"lk-"
+EPISODE_KEY = re.compile(EPISODE_KEY_PREFIX + rb"[A-Za-z0-9_-]{43}")
+"""The form of a key issued for an episode, for all who must neither take one for a name nor write it down."""
 
 
 def name_fault(name: str) -> str | None:
@@ -34,7 +37,7 @@ def _taken(name: str) -> str | None:
     """Text that would do, if it did not mean something else already."""
     if name in (".", ".."):
         return "is no name: a path can't hold it"
-    if name.startswith("lk-") and _EPISODE_KEY.fullmatch(name):
+    if EPISODE_KEY.fullmatch(name.encode()):
         return "is an episode key; send it as the API key"  # a name is written to the log, a key never
     return None
 
@@ -45,6 +48,22 @@ def require_name(where: str, name: str) -> str:
     if fault is not None:
         raise UserError(f"{where} {fault}")
     return name
+
+
+def checked_name(name: str) -> str:
+    """For Pydantic: ValueError for what can't be a name."""
+    return _without_fault(name, name_fault(name))
+
+
+def checked_tag_key(key: str) -> str:
+    """The same of the key of a tag."""
+    return _without_fault(key, tag_key_fault(key))
+
+
+def _without_fault(text: str, fault: str | None) -> str:
+    if fault is not None:
+        raise ValueError(fault)
+    return text
 
 
 def tag_key_fault(key: str) -> str | None:

@@ -14,17 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..errors import UserError, plain_words
 from ..records import Reward, RewardTarget, new_id, now_ms
-from .names import name_fault
+from .names import checked_name
 from .statements import storable_text
 
 _INT32 = 2**31 - 1
-
-
-def _checked_name(name: str) -> str:
-    fault = name_fault(name)
-    if fault is not None:
-        raise ValueError(fault)
-    return name
 
 
 def _checked_text(text: str) -> str:
@@ -41,7 +34,7 @@ class RewardLine(BaseModel):
     episode: str = Field(min_length=1)
     value: float = Field(allow_inf_nan=False, strict=True)
     id: str | None = Field(None, min_length=1, max_length=128, description="Made up if left out.")
-    source: Annotated[str, AfterValidator(_checked_name)] | None = None
+    source: Annotated[str, AfterValidator(checked_name)] | None = None
     final: bool | None = Field(
         None, description="Whether it ends the episode; by default a reward about the whole episode does."
     )

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from ...errors import StoreError
 from ...settings.proxy import ProxySettings
 from ...store.database import Database
-from ..attribution.address import checked_name
+from ...store.names import checked_name
 from ..attribution.lineage import Lineage
 from ..live.engines import Engines
 from ..live.policies import LivePolicies

@@ -18,20 +18,13 @@ from ...store.curation import (
     untag_episode,
 )
 from ...store.listing import MAX_PAGE, EpisodeFilter, list_episodes, list_unattributed
-from ...store.names import tag_key_fault
+from ...store.names import checked_tag_key
 from .context import ChoiceIndex, Context, Name, TimeMs
 
 router = APIRouter(prefix="/lightning/api", tags=["curation"])
 
 
-def _checked_key(key: str) -> str:
-    fault = tag_key_fault(key)
-    if fault is not None:
-        raise ValueError(fault)
-    return key
-
-
-TagKey = Annotated[str, AfterValidator(_checked_key)]
+TagKey = Annotated[str, AfterValidator(checked_tag_key)]
 
 
 class Note(BaseModel):

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from ...errors import UserError
 from ...records import MALFORMED_MARK, Attribution, Purpose
-from ...store.names import name_fault as _fault
+from ...store.names import name_fault, require_name
 from ..transport.headers import OUR_HEADERS
 
 FORM = "the base URL is /episodes/EPISODE/v1, with /tasks/TASK, /batches/BATCH or /agents/AGENT before /v1"
@@ -71,7 +71,7 @@ def read_address(
         return Address(engine_path, (), keys=tuple(keys))
     faults: list[str] = []
     if ours.get(b"episode"):
-        marks.append(("header", _checked("X-Lightning-Episode", ours[b"episode"])))
+        marks.append(("header", require_name("X-Lightning-Episode", ours[b"episode"])))
     elif b"episode" in ours:
         faults.append("X-Lightning-Episode is empty")
     # Another product's header may hold anything: what can't be a name is no mark, and no reason to refuse.
@@ -81,7 +81,7 @@ def read_address(
     def name_of(segment: str, header: bytes) -> str | None:
         shown = f"X-Lightning-{header.decode().title()}"
         value = named.get(segment) or ours.get(header) or None
-        return value and _checked(shown, value)
+        return value and require_name(shown, value)
 
     return Address(
         engine_path,
@@ -166,7 +166,7 @@ def _read_path(raw_path: bytes) -> tuple[dict[str, str], bytes]:
             raise UserError(f"the path names two {kind}; name one")
         where = f"the path segment after /{kind}/"
         try:
-            named[kind] = _checked(where, unquote_to_bytes(quoted).decode())
+            named[kind] = require_name(where, unquote_to_bytes(quoted).decode())
         except UnicodeDecodeError:
             raise UserError(f"{where} is no UTF-8 text; percent-encode the name's UTF-8 bytes") from None
     return named, match.group(2)
@@ -185,26 +185,11 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1").strip()
 
 
-def checked_name(name: str) -> str:
-    """ValueError for what can't be the name of an episode, a task, a batch, an agent or a source."""
-    fault = _fault(name)
-    if fault is not None:
-        raise ValueError(fault)
-    return name
-
-
-def _checked(where: str, name: str) -> str:
-    fault = _fault(name)
-    if fault is not None:
-        raise UserError(f"{where} {fault}")
-    return name
-
-
 def _body_name(where: str, value: Any, faults: list[str]) -> str | None:
     """A body is the agent's own business: what can't be a name is not refused, only not taken, and told."""
     if value is None:
         return None
-    fault = _fault(value) if isinstance(value, str) else "is not text"
+    fault = name_fault(value) if isinstance(value, str) else "is not text"
     if fault is not None:
         faults.append(f"{where} {fault}")
         return None

@@ -1,7 +1,7 @@
 """What clients put into their API-key slot: the proxy's token, or a key issued for an episode.
 
-Owns the form of an episode key and who is let in. A key is shown once, when it is issued; afterwards only its
-hash is known, here and in the log. Knows nothing of routes.
+Owns how an episode key is made (its form is in store/names.py) and who is let in. A key is shown once, when
+it is issued; afterwards only its hash is known, here and in the log. Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ...errors import UserError
 from ...records import now_ms
 from ...store.database import Database
 from ...store.keys import EpisodeKey, find_episode_key
+from ...store.names import EPISODE_KEY, EPISODE_KEY_PREFIX
 
-_PREFIX = b"lk-"
-_KEY = re.compile(rb"lk-[A-Za-z0-9_-]{43}")
-_KEY_IN_QUERY = re.compile(rb"(?:^|&)(?:(?:api[_-]?key|access_token)=|[^&=]*=lk-)", re.IGNORECASE)
+_KEY_IN_QUERY = re.compile(
+    rb"(?:^|&)(?:(?:api[_-]?key|access_token)=|[^&=]*=" + EPISODE_KEY_PREFIX + rb")", re.IGNORECASE
+)
 _KEY_IN_URL = "the URL holds a key; send it in the header Authorization or X-Api-Key"
 KNOWN_FOR_SEC = 30.0
 """How long a look-up is trusted: a key that the log has lost (its episode was deleted) works no longer."""
@@ -37,7 +38,7 @@ class RefusedKeyError(UserError):
 
 def new_key() -> str:
     """256 random bits behind a prefix that says whose key it is."""
-    return f"lk-{secrets.token_urlsafe(32)}"
+    return EPISODE_KEY_PREFIX.decode() + secrets.token_urlsafe(32)
 
 
 def key_hash(key: bytes) -> bytes:
@@ -46,7 +47,7 @@ def key_hash(key: bytes) -> bytes:
 
 
 def is_episode_key(text: bytes) -> bool:
-    return text.startswith(_PREFIX) and _KEY.fullmatch(text) is not None
+    return EPISODE_KEY.fullmatch(text) is not None
 
 
 def sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
@@ -76,10 +77,10 @@ def check_query(query: bytes) -> None:
 
 def check_url(raw_path: bytes, query: bytes, token: bytes | None) -> None:
     """UserError for a key in the URL: it would travel to the engine, and into logs on the way."""
-    if query or b"lk-" in raw_path or (token is not None and token in raw_path):
+    if query or EPISODE_KEY_PREFIX in raw_path or (token is not None and token in raw_path):
         url = raw_path + b"?" + query
         holds_token = token is not None and (token in query or token in raw_path.split(b"/"))
-        if holds_token or (b"lk-" in url and _KEY.search(url) is not None):
+        if holds_token or EPISODE_KEY.search(url) is not None:
             raise UserError(_KEY_IN_URL)
 
 

@@ -92,20 +92,6 @@ class Gate:
         async with asyncio.timeout(timeout_sec):
             await self._empty.wait()
 
-    async def close(self, drain_timeout_sec: float) -> None:
-        """Stop admissions and wait until nothing is in flight.
-
-        Raises TimeoutError when calls are still running after `drain_timeout_sec`; the gate is open again
-        then, as it is when the waiting is cancelled: a failed drain costs the held calls time, no more.
-        """
-        assert not self._is_held, "close() of a closed gate"
-        self.hold()
-        try:
-            await self.drained(drain_timeout_sec)
-        except BaseException:
-            self.open()
-            raise
-
     def open(self) -> None:
         """Let the held calls in. Harmless on an open gate."""
         self._is_held = False

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fakes.fake_engine import PROBED, FakeEngine, model_logprobs, write_folder
+from fakes.own_gate import OwnGate
 
 from lightning_rl.proxy.live.engines import Engines
 from lightning_rl.proxy.live.gate import Gate
 from lightning_rl.proxy.live.policies import LivePolicies
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.place import Handle, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import (
     PolicyVersion,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.log_rows import intent, reward
+from fakes.own_gate import OwnGate
 from fakes.query_plans import explaining, full_scans
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.live.served import Served, UnservedVersionError
 from lightning_rl.proxy.publishing import canary as canary_room
 from lightning_rl.proxy.publishing.canary import Plan, judge
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.place import Handle, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, Purpose, VersionStatus, WeightsKind, now_ms
 from lightning_rl.settings.proxy import ProxySettings

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
 from fakes.fake_vllm import FakeVllm
+from fakes.own_gate import OwnGate
 from fakes.running_proxy import Answer, ask, running_proxy
 from fakes.waiting import until, wait_until
 
@@ -25,7 +26,7 @@ from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.live.served import UnservedVersionError
 from lightning_rl.proxy.publishing import evaluation
 from lightning_rl.proxy.publishing.evaluation import Door, check_command, numbers_in, run_command
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.place import Handle, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings.proxy import ProxySettings

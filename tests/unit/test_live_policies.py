@@ -177,7 +177,7 @@ def test_a_refused_call_leaves_the_gate() -> None:
 def test_a_call_held_during_a_swap_gets_the_new_version() -> None:
     async def run() -> None:
         live = seen()
-        await live.gate.close(1)
+        live.gate.hold()
         held = asyncio.create_task(live.admit("policy", "e"))
         await asyncio.sleep(0)
         live.set_live("policy", 1, FULL, "base")

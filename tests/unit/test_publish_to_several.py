@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
+from fakes.own_gate import OwnGate
 
 from lightning_rl.errors import EngineError
 from lightning_rl.proxy.live.engines import Engines, EngineState
 from lightning_rl.proxy.live.gate import Gate
 from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.live.served import Served
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.place import Handle, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import PolicyVersion, VersionStatus, WeightsKind
 from lightning_rl.settings.proxy import ProxySettings

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_engine import BASE, FakeEngine, trained_version, write_folder
+from fakes.own_gate import OwnGate
 from fakes.waiting import until, wait_until
 
 from lightning_rl.errors import PublishError
@@ -18,7 +19,7 @@ from lightning_rl.proxy.live.gate import Gate
 from lightning_rl.proxy.live.policies import LivePolicies
 from lightning_rl.proxy.live.served import Served
 from lightning_rl.proxy.publishing import rests as rests_room
-from lightning_rl.proxy.publishing.place import Handle, OwnGate, Place
+from lightning_rl.proxy.publishing.place import Handle, Place
 from lightning_rl.proxy.publishing.publisher import Publisher
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.settings.proxy import ProxySettings

@@ -198,7 +198,11 @@ class EngineClient:
     async def weight_label(self) -> str | None:
         """The label that somebody gave the weights, "default" after a start; None without that route."""
         answer = await self.ask("GET", "/weight_info", timeout_sec=QUICK_TIMEOUT_SEC)
-        return str(answer.doc["weight_version"]) if answer.status == 200 else None
+        if answer.status != 200:
+            return None
+        if not isinstance(answer.doc, dict) or "weight_version" not in answer.doc:
+            raise EngineError(f"{self.url}/weight_info names no weight_version: is it vLLM?")
+        return str(answer.doc["weight_version"])
 
     async def set_weight_label(self, label: str) -> None:
         """A note in the engine's memory, gone when it restarts; says nothing about the weights themselves."""

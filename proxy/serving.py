@@ -17,6 +17,7 @@ from .publishing.fleet import Member, Times
 from .publishing.guarded import GuardedEngine
 from .publishing.place import Handle, Place
 from .publishing.publisher import Publisher
+from .publishing.version_log import Notices
 
 DRAIN_TIMEOUT_SEC = 120.0
 FORGET_ENDED_SEC = 2.0
@@ -79,26 +80,28 @@ async def _work(app: ProxyApp, member: Member, handles: Sequence[Handle]) -> Non
     )
     watch = EngineWatch(app, handles)
     term: int | None = None
+    notices = Notices()
     while True:
+        notices.begin()
         try:
+            state = None if member.view is None else member.view.state
             if member.term is not None:
                 if term != member.term:
-                    state = None if member.view is None else member.view.state
                     await publisher.take_over(was_open=state is not None and state.phase == "open")
                     term = member.term
                 await publisher.turn()
-                await asyncio.sleep(app.settings.publish_poll_sec)
-                continue
-            term = None
-            if member.view is not None and member.has_publisher:
-                state = member.view.state
-                if state is not None and state.engines:
-                    await watch.turn(listed=tuple(state.engines))
-                    member.looked()
-            elif member.view is not None and not app.settings.publish:
-                await watch.turn(listed=None)
+            else:
+                term = None
+                if member.has_publisher:
+                    if state is not None and state.engines:
+                        await watch.turn(listed=tuple(state.engines))
+                        member.looked()
+                elif member.view is not None and not app.settings.publish:
+                    await watch.turn(listed=None)
+            notices.end()
         except LightningError as error:
-            logger.warning("%s", error)
-        except Exception:  # the boundary of the task
-            logger.exception("publishing failed; going on")
+            notices.say(str(error))
+            notices.end()
+        except Exception as error:  # noqa: BLE001 - the boundary of the task
+            notices.broke(error)
         await asyncio.sleep(app.settings.publish_poll_sec)

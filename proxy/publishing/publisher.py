@@ -90,8 +90,8 @@ class Publisher:
         """`step`, whatever it raises."""
         try:
             await self.step()
-        except Exception:  # the boundary of the task: one bad version must not end all publishing
-            logger.exception("publishing failed; going on")
+        except Exception as error:  # noqa: BLE001 - the boundary of the task: one bad version must not end all publishing
+            self._notices.broke(error)
 
     async def step(self) -> None:
         """Look at the engines, set up those that are new, take candidates, unload what has drained."""

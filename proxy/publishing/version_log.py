@@ -84,5 +84,13 @@ class Notices:
         if line not in self._said:
             logger.warning("%s", line)
 
+    def broke(self, error: Exception) -> None:
+        """The turn ended here, by a fault of ours: with its traceback, once."""
+        line = f"publishing failed: {error!r}; going on"
+        self._heard.add(line)
+        if line not in self._said:
+            logger.error("%s", line, exc_info=error)
+        self.end()
+
     def repeat(self, lines: Iterable[str]) -> None:
         self._heard.update(lines)

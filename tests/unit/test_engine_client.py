@@ -79,7 +79,7 @@ class TinyVllm:
     async def weight_info(self, _request: web.Request) -> web.Response:
         if "reload" in self.lacks:
             return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"weight_version": self.label})
+        return web.json_response({} if "label" in self.lacks else {"weight_version": self.label})
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(text="" if "lora" in self.lacks else 'vllm:lora_requests_info{max_lora="3"} 1.0')
@@ -222,6 +222,11 @@ def test_weights_are_reloaded_labelled_and_the_cache_reset() -> None:
 
     with_client(vllm, ask)
     assert vllm.asked[1][1] == {"method": "lightning_reload", "kwargs": {"weights_path": "/v/1"}}
+
+
+def test_an_engine_that_knows_the_route_and_not_the_label_is_none_of_ours() -> None:
+    with pytest.raises(EngineError, match="names no weight_version"):
+        with_client(TinyVllm("label"), lambda client: client.weight_label())
 
 
 def test_a_cpu_engine_without_our_reload_would_keep_old_output_weights() -> None:

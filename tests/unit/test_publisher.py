@@ -13,6 +13,7 @@ from fakes.publishing_world import World
 from fakes.waiting import until
 
 from lightning_rl.proxy.live.served import Served
+from lightning_rl.proxy.publishing.version_log import Notices
 from lightning_rl.records import VersionStatus, WeightsKind
 from lightning_rl.store.database import Database
 from lightning_rl.store.policies import set_version_status
@@ -439,3 +440,19 @@ def test_of_two_rows_that_say_live_the_one_that_serves_is(world: World) -> None:
         assert world.status(1) is VersionStatus.RETIRED
 
     run(scenario)
+
+
+def test_a_fault_of_ours_is_told_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    notices = Notices()
+
+    def turn(fault: Exception | None) -> None:
+        notices.begin()
+        if fault is None:
+            notices.end()
+        else:
+            notices.broke(fault)
+
+    for fault in (KeyError("a"), KeyError("a"), KeyError("b"), None, KeyError("a")):
+        turn(fault)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"publishing failed: KeyError('{key}'); going on" for key in "aba"]

@@ -25,6 +25,8 @@ CALL = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "
         b"host.docker.internal:8400",
         b"api.localhost",
         b"box.local.",
+        b"nas.lan",
+        b"nas.home.arpa:80",
         b"proxy.example.org:8400",
         b"",
     ],
@@ -35,7 +37,18 @@ def test_hosts_that_no_page_elsewhere_can_have(host: bytes) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [b"evil.example", b"evil.example:8400", b"localhost.evil.example", b"127.0.0.1.evil.example", b"1.2.3"],
+    [
+        b"evil.example",
+        b"evil.example:8400",
+        b"localhost.evil.example",
+        b"[::1].evil.example",
+        b"[::1]:80@evil.example",
+        b"evil.example/.local",
+        b"127.0.0.1:8400:evil.example",
+        b"ai.",
+        b"127.0.0.1.evil.example",
+        b"1.2.3",
+    ],
 )
 def test_public_names(host: bytes) -> None:
     told = stranger([(b"accept", b"*/*"), (b"host", host)], ())
@@ -72,6 +85,9 @@ def test_pages_of_here(origin: bytes) -> None:
         b"https://1.1.1.1:8443",
         b"http://[2606:4700::1111]",
         b"http://[::ffff:808:808]",
+        b"http://",
+        b"http://ai.",
+        b"http://localhost:80:evil.example",
     ],
 )
 def test_pages_from_elsewhere(origin: bytes) -> None:

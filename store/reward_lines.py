@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,12 +18,23 @@ from .names import checked_name
 from .statements import storable_text
 
 _INT32 = 2**31 - 1
+_YEAR_2000_MS = 946_684_800_000
+_DAY_MS = 86_400_000
 
 
 def _checked_text(text: str) -> str:
     if storable_text(text) != text:
         raise ValueError("has a NUL or half characters (lone surrogates)")
     return text
+
+
+def _checked_time(at_ms: int) -> int:
+    """A row that is dated ahead would stand against every later correction of its source."""
+    if at_ms < _YEAR_2000_MS:
+        raise ValueError(f"is milliseconds since 1970, and {at_ms} is before the year 2000 (seconds?)")
+    if at_ms > now_ms() + _DAY_MS:
+        raise ValueError(f"is milliseconds since 1970, and {at_ms} has yet to come (microseconds?)")
+    return at_ms
 
 
 class RewardLine(BaseModel):
@@ -45,8 +56,8 @@ class RewardLine(BaseModel):
     token_end: int | None = Field(None, ge=0, le=_INT32)
     note: Annotated[str, AfterValidator(_checked_text)] | None = None
     supersedes: str | None = None
-    created_at_ms: int | None = Field(
-        None, ge=0, le=2**62, description="When it was given; now, if left out."
+    created_at_ms: Annotated[int, AfterValidator(_checked_time)] | None = Field(
+        None, description="When it was given, in milliseconds since 1970; now, if left out."
     )
 
     def target(self) -> RewardTarget:
@@ -106,7 +117,9 @@ def read_lines(lines: Iterable[str], default_source: str) -> list[NumberedReward
 
 def _parsed(number: int, text: str) -> RewardLine:
     try:
-        doc = json.loads(text)
+        doc = json.loads(text, object_pairs_hook=_each_key_once)
+    except UserError as error:
+        raise UserError(f"line {number}: {error}; nothing was written") from None
     except RecursionError:
         raise UserError(f"line {number} is nested too deep for a reward; nothing was written") from None
     except json.JSONDecodeError as error:
@@ -123,6 +136,14 @@ def _parsed(number: int, text: str) -> RewardLine:
         if unknown:
             said = f"there is no field {unknown[0]!r}; the fields: {', '.join(RewardLine.model_fields)}"
         raise UserError(f"line {number}: {said}; nothing was written") from None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    doc = dict(pairs)
+    if len(doc) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise UserError(f"field {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return doc
 
 
 def _in_the_order_of_lines(found: list[NumberedReward], made_up: Sequence[int]) -> None:

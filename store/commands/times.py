@@ -32,7 +32,10 @@ def moment_ms(text: str) -> int:
 
 
 def shown(at_ms: int | None) -> str:
-    """In this machine's zone, to the second."""
+    """In this machine's zone, to the second; what is no year of a calendar, as the log has it."""
     if at_ms is None:
         return "-"
-    return datetime.fromtimestamp(at_ms / 1000).isoformat(sep=" ", timespec="seconds")
+    try:
+        return datetime.fromtimestamp(at_ms / 1000).isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # which of them is the platform's choice
+        return f"{at_ms} ms"

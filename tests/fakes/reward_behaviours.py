@@ -63,7 +63,7 @@ def test_a_row_under_a_known_id_must_say_the_same_in_every_field(database: Datab
     }
     line |= {"final": False, "note": "good"}
     assert _import(database, line) == (1, 0)
-    assert _import(database, line, line | {"created_at_ms": 1}) == (0, 2)
+    assert _import(database, line, line | {"created_at_ms": 10**12}) == (0, 2)
     others: dict[str, object] = {"token_start": 1, "token_end": 2, "choice": 1, "final": True, "note": "bad"}
     for field, other in others.items():
         with pytest.raises(UserError, match="line 2: reward 'r' is there already, its "):

@@ -55,6 +55,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             '{"episode": "x", "value": "\\ud800"}',
             "field 'value' must be a number, not \"?\"",
         ),
+        (
+            "/rewards",
+            '{"episode": "x", "value": 1, "created_at_ms": 1796079261639000}',
+            "field 'created_at_ms' is milliseconds since 1970, and 1796079261639000 has yet to come "
+            "(microseconds?)",
+        ),
         ("/rewards", "[1]", "the body must be an object, not [1]"),
         ("/rewards", "", "the body is missing"),
         ("/rewards", '{"episode"', "the body is not JSON: Expecting ':' delimiter"),

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from fakes.log_rows import end, intent
 from fakes.store_behaviours import write
 from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.errors import UserError
-from lightning_rl.records import EpisodeStatus, RewardTarget
+from lightning_rl.records import EpisodeStatus, Reward, RewardTarget, now_ms
 from lightning_rl.store.database import Database
+from lightning_rl.store.episodes import add_reward
 from lightning_rl.store.read import load_episodes
 from lightning_rl.store.reward_lines import read_lines
 from lightning_rl.store.reward_rows import import_rewards, rewards_of
@@ -88,11 +90,20 @@ def test_every_level_in_one_file(log, tmp_path):
         ({"episode": "a", "value": 1, "note": "a\x00b"}, "line 2: field 'note' has a NUL"),
         ({"episode": "a", "value": 1, "note": "a\ud800b"}, "line 2: field 'note' has a NUL or half char"),
         ("[" * 100_000, "line 2 is nested too deep"),
+        ('{"episode": "a", "value": 2, "value": 3}', "line 2: field 'value' is there twice; nothing"),
         ('{"episode": "a", "value": ' + "1" * 5000 + "}", "line 2 has a number of too many digits"),
         ({"episode": "nobody", "value": 1}, r"line 2: no episode 'nobody' in the log.*; nothing was written"),
         ({"episode": "a", "value": 1, "call": "b1"}, r"line 2: episode 'a' has no call 'b1'"),
         ({"episode": "a", "value": 1, "supersedes": "x"}, r"line 2: episode 'a' has no reward 'x'"),
         ({"episode": "a", "value": 1e200}, r"line 2: a reward must be a finite number"),
+        (
+            {"episode": "a", "value": 1, "created_at_ms": 1796079261639000},
+            "line 2: field 'created_at_ms' is milliseconds since 1970, and 1796079261639000 has yet to come",
+        ),
+        (
+            {"episode": "a", "value": 1, "created_at_ms": 1796079261},
+            "line 2: field 'created_at_ms' is milliseconds since 1970, .* is before the year 2000",
+        ),
     ],
 )
 def test_one_wrong_line_and_nothing_is_written(log, tmp_path, line, message):
@@ -165,7 +176,7 @@ def test_unreadable_files_are_one_line(log, tmp_path):
 def test_show_says_what_became_of_every_row(log, tmp_path):
     file = file_of(
         tmp_path,
-        {"id": "old", "episode": "a", "value": 0, "source": "judge", "created_at_ms": 1},
+        {"id": "old", "episode": "a", "value": 0, "source": "judge", "created_at_ms": 10**12},
         {"id": "new", "episode": "a", "value": 0.5, "source": "judge"},
         {"id": "human", "episode": "a", "value": 1, "source": "human"},
         {
@@ -193,6 +204,27 @@ def test_show_says_what_became_of_every_row(log, tmp_path):
     assert "good" in shown.stdout
     assert run("show", "b").stdout.startswith("b: no value   no reward")
     assert "no episode 'nobody'" in run("show", "nobody").stderr
+
+
+def test_a_time_of_a_day_ahead_is_a_clock_that_is_wrong(log, tmp_path):
+    soon = {"episode": "a", "value": 1, "created_at_ms": now_ms() + 86_000_000}
+    assert run("import", file_of(tmp_path, soon)).exit_code == 0
+    late = soon | {"created_at_ms": now_ms() + 87_000_000}
+    assert "has yet to come" in run("import", file_of(tmp_path, late)).stderr
+
+
+@pytest.mark.parametrize("at_ms", [1796079261639000, 4611686018427387904, -1, -(2**62)])
+def test_any_time_that_a_log_holds_is_shown(log, at_ms):
+    row = Reward("odd", "a", RewardTarget.EPISODE, 1.0, "x", at_ms)
+    with log.write() as conn:
+        add_reward(conn, row)
+        conn.execute(sa.text("UPDATE episodes SET created_at_ms = :at"), {"at": at_ms})
+        conn.execute(sa.text("UPDATE calls SET started_at_ms = :at"), {"at": at_ms})
+    for command in (["reward", "show", "a"], ["episodes", "show", "a"], ["episodes", "list"]):
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
+        assert result.exit_code == 0, result.exception
+        if at_ms != -1:
+            assert f"{at_ms} ms" in result.stdout
 
 
 def test_ids_are_checked_by_the_function_too(log):

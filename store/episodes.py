@@ -17,6 +17,8 @@ from ..records import EpisodeStatus, Purpose, Reward, RewardTarget, now_ms
 from .events import add_event
 from .names import require_tag_keys
 from .placement import EpisodeRow, insert_episodes, insert_groups, lock_rows, read_rows, write_rows
+from .read import as_reward
+from .rewards import part_of
 from .schema import calls, choices, episodes, events, groups, rewards
 from .sharing import refer
 from .statements import insert_missing, optional_text, storable_json, storable_text
@@ -140,7 +142,7 @@ def add_reward(conn: sa.Connection, reward: Reward) -> None:
     row = locked(conn, reward.episode_id)
     check_target(conn, row.id, reward)
     if reward.supersedes is not None:
-        check_superseded(row.id, reward, owner_of_reward(conn, reward.supersedes))
+        check_superseded(row.id, reward, reward_of(conn, reward.supersedes))
     insert_missing(conn, rewards, [reward_row(row.id, reward)])
     if reward.final:
         end_episode(conn, row.id, by="reward")
@@ -153,16 +155,21 @@ def check_value(reward: Reward) -> None:
         )
 
 
-def owner_of_reward(conn: sa.Connection, reward_id: str) -> str | None:
-    """The episode of a row; None where there is none."""
-    query = sa.select(rewards.c.episode_id).where(rewards.c.id == storable_text(reward_id))
-    found: str | None = conn.execute(query).scalar()
-    return found
+def reward_of(conn: sa.Connection, reward_id: str) -> Reward | None:
+    row = conn.execute(sa.select(rewards).where(rewards.c.id == storable_text(reward_id))).first()
+    return None if row is None else as_reward(row)
 
 
-def check_superseded(episode_id: str, reward: Reward, owner: str | None) -> None:
-    if owner != episode_id:
+def check_superseded(episode_id: str, reward: Reward, older: Reward | None) -> None:
+    """Else a word about a part would take the whole's value away."""
+    if older is None or older.episode_id != episode_id:
         raise UserError(f"episode {episode_id!r} has no reward {reward.supersedes!r} to supersede")
+    about, was_about = part_of(reward), part_of(older)
+    if about != was_about:
+        raise UserError(
+            f"reward {reward.supersedes!r} is about {was_about.describe()}, and one about {about.describe()} "
+            "can't supersede it: both must be about the same thing"
+        )
 
 
 def reward_row(episode_id: str, reward: Reward) -> dict[str, Any]:

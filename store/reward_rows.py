@@ -16,7 +16,7 @@ from .episodes import (
     check_value,
     end_episode,
     locked,
-    owner_of_reward,
+    reward_of,
     reward_row,
 )
 from .placement import lock_rows
@@ -70,8 +70,7 @@ def _check(conn: sa.Connection, episode_id: str, reward: Reward, known: Mapping[
     check_target(conn, episode_id, reward)
     if reward.supersedes is not None:
         name = storable_text(reward.supersedes)
-        owner = known[name].episode_id if name in known else owner_of_reward(conn, name)
-        check_superseded(episode_id, reward, owner)
+        check_superseded(episode_id, reward, known.get(name) or reward_of(conn, name))
 
 
 def rewards_of(conn: sa.Connection, episode_id: str) -> tuple[Reward, ...]:

@@ -55,6 +55,9 @@ class Part:
 
 EPISODE = Part(RewardTarget.EPISODE)
 
+COUNTS = "counts"
+"""What became of a row that is part of the value."""
+
 
 def part_of(reward: Reward) -> Part:
     index = reward.choice_index
@@ -113,7 +116,7 @@ def fate_of_rows(rewards: Sequence[Reward], weights: SourceWeights = _EQUAL) -> 
         elif last != reward.id:
             fates[reward.id] = f"older than {last}"
         else:
-            fates[reward.id] = "counts"
+            fates[reward.id] = COUNTS
     return fates
 
 

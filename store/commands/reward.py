@@ -66,7 +66,8 @@ def reward(
     from ..database import Database
     from ..names import require_name
     from ..reward_lines import RewardLine
-    from ..rewards import EPISODE, part_of
+    from ..reward_rows import rewards_of
+    from ..rewards import COUNTS, EPISODE, fate_of_rows, part_of
 
     if agent is not None and call is not None:
         raise UserError("--agent and --call exclude each other: a reward is about one thing")
@@ -90,11 +91,18 @@ def reward(
     try:
         with database.write() as conn:
             add_reward(conn, row)
+            fate = fate_of_rows(rewards_of(conn, episode))[row.id]
     finally:
         database.close()
     part = part_of(row)
     about = "" if part == EPISODE else f" about {part.describe()}"
     typer.echo(f"{episode}: {value:g} from {source}{about}{', final' if row.final else ''} ({row.id})")
+    if fate != COUNTS:
+        typer.echo(
+            f"lightning: this does not count, being {fate}, which is dated ahead; to have it count, give it "
+            "again with --supersedes and that id",
+            err=True,
+        )
 
 
 def _range(text: str) -> tuple[int, int]:

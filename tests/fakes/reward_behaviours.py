@@ -31,11 +31,15 @@ def _import(database: Database, *lines: object) -> tuple[int, int]:
 def test_many_rewards_are_written_together_or_not_at_all(database: Database) -> None:
     write(database, *(entry for i in range(3) for entry in (intent(f"c{i}", f"e{i}"), end(f"c{i}"))))
     lines = [{"id": f"r{i}", "episode": f"e{i % 3}", "value": i, "note": "fine \u00e9"} for i in range(200)]
-    last = {"id": "last", "episode": "e0", "value": 7, "supersedes": "r3", "call": "c0"}
+    last = {"id": "last", "episode": "e0", "value": 7, "supersedes": "r3"}
     with pytest.raises(UserError, match="line 201: no episode 'nobody'"):
         _import(database, *lines, {"episode": "nobody", "value": 1})
     with pytest.raises(UserError, match="line 202: episode 'e1' has no reward 'r3'"):
         _import(database, *lines, last, {"episode": "e1", "value": 1, "supersedes": "r3"})
+    with pytest.raises(
+        UserError, match="line 201: reward 'r3' is about episode, and one about call c0 can't"
+    ):
+        _import(database, *lines, last | {"call": "c0"})
     with database.read() as conn:
         assert rewards_of(conn, "e0") == ()
     assert _import(database, *lines, last) == (201, 0)

@@ -12,10 +12,12 @@ from fakes.store_behaviours import write
 from typer.testing import CliRunner
 
 from lightning_rl.errors import LightningError, StoreError, UnknownEpisodeError, UserError
-from lightning_rl.records import Episode, EpisodeStatus, Reward, RewardTarget
+from lightning_rl.records import Episode, EpisodeStatus, Reward, RewardTarget, now_ms
 from lightning_rl.store import read
 from lightning_rl.store.commands import db_app, reward_app
 from lightning_rl.store.database import Database
+from lightning_rl.store.episodes import add_reward
+from lightning_rl.store.rewards import resolve
 from lightning_rl.store.upgrade import HEAD
 
 app = typer.Typer()
@@ -91,9 +93,10 @@ def test_a_range_of_tokens_of_one_answer_and_a_row_that_replaces_another(databas
     assert "about call c1 choice 0 tokens 0-2 (" in first.output
     assert run("reward", "ep", "0", "--call", "c1", "--choice", "0").exit_code == 0
     name = episode(database).rewards[0].id
-    assert run("reward", "ep", "-2", "--source", "human", "--supersedes", name).exit_code == 0
+    same = ("--call", "c1", "--tokens", "0:2", "--supersedes", name)
+    assert run("reward", "ep", "-2", "--source", "human", *same).exit_code == 0
     rows = episode(database).rewards
-    assert [row.target for row in rows] == [RewardTarget.TOKENS, RewardTarget.CALL, RewardTarget.EPISODE]
+    assert [row.target for row in rows] == [RewardTarget.TOKENS, RewardTarget.CALL, RewardTarget.TOKENS]
     assert (rows[0].token_start, rows[0].token_end, rows[2].supersedes) == (0, 2, name)
     for wrong, said in (
         (("--tokens", "0:2"), "name it with --call"),
@@ -101,9 +104,22 @@ def test_a_range_of_tokens_of_one_answer_and_a_row_that_replaces_another(databas
         (("--call", "c1", "--tokens", "0:99"), "not a range within the 2 tokens"),
         (("--call", "c1", "--choice", "5"), "has no choice 5"),
         (("--supersedes", "nothing"), "no reward 'nothing' to supersede"),
+        (("--supersedes", name), "is about call c1 choice 0 tokens 0-2, and one about episode can't"),
     ):
         assert said in str(error("reward", "ep", "1", *wrong))
     assert len(episode(database).rewards) == 3
+
+
+def test_a_row_that_a_later_dated_one_outdoes_is_told(database: Database) -> None:
+    ahead = Reward("fut", "ep", RewardTarget.EPISODE, 1.0, "cli", now_ms() + 3_600_000)
+    with database.write() as conn:
+        add_reward(conn, ahead)
+    told = run("reward", "ep", "0")
+    assert (told.exit_code, told.stderr.count("\n")) == (0, 1)
+    assert "this does not count, being older than fut, which is dated ahead" in told.stderr
+    assert run("reward", "ep", "0", "--source", "human").stderr == ""
+    assert run("reward", "ep", "0", "--supersedes", "fut").stderr == ""
+    assert resolve(episode(database).rewards).value == 0.0
 
 
 def test_mistakes_are_one_line_and_write_nothing(database: Database, tmp_path: Path) -> None:

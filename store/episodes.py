@@ -236,9 +236,11 @@ def _set_expected_size(conn: sa.Connection, group: str, size: int) -> None:
 def check_target(conn: sa.Connection, episode_id: str, reward: Reward) -> None:
     target = reward.target
     whole = target in (RewardTarget.EPISODE, RewardTarget.AGENT)
+    part = (reward.choice_index, reward.token_start, reward.token_end)
     if (target is RewardTarget.AGENT and reward.agent is None) or (not whole and reward.call_id is None):
-        raise UserError(f"a reward about {target.value!r} must say which {target.value}")
-    if whole and (reward.call_id or reward.choice_index is not None or reward.token_start is not None):
+        which = "agent" if whole else "call"
+        raise UserError(f"a reward about {target.value!r} must say which {which}")
+    if whole and (reward.call_id or any(said is not None for said in part)):
         raise UserError(f"a reward about {target.value!r} can't name a call, a choice or tokens")
     if reward.agent is not None and target is not RewardTarget.AGENT:
         raise UserError(f"a reward about {target.value!r} can't name an agent")
@@ -268,7 +270,10 @@ def _check_call(conn: sa.Connection, episode_id: str, reward: Reward) -> None:
     if reward.target is RewardTarget.CALL:
         return
     start, end = reward.token_start, reward.token_end
-    if start is None or end is None or not 0 <= start < end <= num_tokens:
+    if start is None or end is None:
+        lacking, other = ("token_start", end) if start is None else ("token_end", start)
+        raise UserError(f"a range of tokens has a start and an end: {lacking} is missing beside {other}")
+    if not 0 <= start < end <= num_tokens:
         raise UserError(
             f"tokens {start} to {end} are not a range within the {num_tokens} tokens of call {call_id!r}"
         )

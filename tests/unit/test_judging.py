@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
 from fakes.log_rows import choice, end, intent
 from fakes.store_behaviours import write
@@ -154,8 +158,43 @@ def test_parts_none_and_what_cannot_be_read(log):
         "episode 'e3' has no call 'e0-0'",
     ]
     assert rows(log, "e3") == ()
-    with pytest.raises(UserError, match="can't read"):
-        judgements([{"worth": 1}])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("1", "a judge gives a number, None, or a list of rewards; this one gave str"),
+        (True, "a judge gives a number, None, or a list of rewards; this one gave bool"),
+        (numpy.bool_(True), "a judge gives a number, None, or a list of rewards; this one gave bool"),
+        (1j, "a judge gives a number, None, or a list of rewards; this one gave complex"),
+        ([{"value": True}], "the value of a reward is a number; this one gave bool"),
+        ({"value": None}, "the value of a reward is a number; this one gave NoneType"),
+        (Judgement("1"), "the value of a reward is a number; this one gave str"),
+        (
+            [{"value": 1, "worth": 1}],
+            "a reward has no key 'worth'; the keys: value, agent, call, choice, token_start, token_end, note",
+        ),
+        ({"note": "x"}, "a reward has a value; this one has note"),
+        (
+            {"value": 1, "call": "e0-0", "token_start": 1},
+            "a range of tokens has a start and an end: token_end is missing beside 1",
+        ),
+        (
+            {"value": 1, "call": "e0-0", "token_end": 2},
+            "a range of tokens has a start and an end: token_start is missing beside 2",
+        ),
+        ({"value": 1, "token_end": 2}, "a reward about 'episode' can't name a call, a choice or tokens"),
+    ],
+)
+def test_what_is_no_reward_is_a_failure_with_its_reason(log, said, why):
+    report = judge_all(log, lambda seen: said, ["e0"], "x", concurrency=1)
+    assert [one.failure for one in report.judged] == [why]
+    assert rows(log, "e0") == ()
+
+
+@pytest.mark.parametrize("said", [1, 1.0, numpy.float32(1), numpy.int64(1), Decimal(1), Fraction(1)])
+def test_every_kind_of_number_is_one(said):
+    assert judgements(said) == judgements([{"value": said}]) == [Judgement(1.0)]
 
 
 def test_async_judges_run_beside_each_other(log):
@@ -166,7 +205,7 @@ def test_async_judges_run_beside_each_other(log):
         if len(inside) == 3:
             met.set()
         await asyncio.wait_for(met.wait(), 30)
-        return True
+        return 1
 
     report = judge_all(log, judge, waiting(log, "x"), "x", concurrency=3)
     assert len(report.rewarded) == 4
@@ -191,6 +230,21 @@ def test_ctrl_c_keeps_what_was_judged(log):
     report = judge_all(log, judge, waiting(log, "x"), "x", concurrency=1)
     assert report.stopped
     assert waiting(log, "x") == ["e2", "e3"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_judges_that_interrupt_stop_the_run_without_a_word_from_asyncio(log, caplog, is_async):
+    def judge(seen):
+        raise KeyboardInterrupt
+
+    async def judge_async(seen):
+        raise KeyboardInterrupt
+
+    function = judge_async if is_async else judge
+    report = judge_all(log, function, waiting(log, "x"), "x", concurrency=3)
+    gc.collect()
+    assert report.stopped
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 JUDGES = """

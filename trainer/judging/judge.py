@@ -13,8 +13,10 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 from ...errors import UserError
@@ -43,7 +45,8 @@ class Judgement:
     def reward(self, episode_id: str, source: str) -> Reward:
         target = RewardTarget.EPISODE if self.agent is None else RewardTarget.AGENT
         if self.call is not None:
-            target = RewardTarget.CALL if self.token_start is None else RewardTarget.TOKENS
+            whole = self.token_start is None and self.token_end is None
+            target = RewardTarget.CALL if whole else RewardTarget.TOKENS
         return Reward(
             id=new_id(),
             episode_id=episode_id,
@@ -154,11 +157,15 @@ def judge_all(
 
     try:
         asyncio.run(run())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _StoppedError):
         report.stopped = True
     place = {name: number for number, name in enumerate(ids)}
     report.judged.sort(key=lambda judged: place[judged.episode_id])
     return report
+
+
+class _StoppedError(Exception):
+    """A judge's own KeyboardInterrupt, in a form that asyncio passes on like any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,11 @@ class _Judging:
 
     async def work(self, names: Iterator[str], note: Callable[[Judged], None]) -> None:
         for name in names:
-            note(await self._judged(name))
+            try:
+                judged = await self._judged(name)
+            except KeyboardInterrupt:
+                raise _StoppedError from None
+            note(judged)
 
     async def _judged(self, name: str) -> Judged:
         try:
@@ -216,18 +227,23 @@ def judgements(said: Any) -> list[Judgement]:
 
 def _judgement(said: Any) -> Judgement:
     if isinstance(said, Judgement):
-        return said
-    if isinstance(said, Mapping):
-        try:
-            return Judgement(**said)
-        except TypeError as error:
-            raise UserError(f"can't read {dict(said)!r} as a reward: {error}") from None
-    try:
-        return Judgement(float(said))
-    except (TypeError, ValueError):
-        raise UserError(
-            f"a judge gives a number, None, or a list of rewards; this one gave {type(said).__name__}"
-        ) from None
+        return replace(said, value=_number(said.value, "the value of a reward is a number"))
+    if not isinstance(said, Mapping):
+        return Judgement(_number(said, "a judge gives a number, None, or a list of rewards"))
+    known = [one.name for one in fields(Judgement)]
+    for key in said:
+        if key not in known:
+            raise UserError(f"a reward has no key {key!r}; the keys: {', '.join(known)}")
+    if "value" not in said:
+        raise UserError(f"a reward has a value; this one has {', '.join(said) or 'nothing'}")
+    return _judgement(Judgement(**said))
+
+
+def _number(said: Any, expected: str) -> float:
+    """What is true or false is none, as in a file of rewards: what it is worth is for the judge to say."""
+    if isinstance(said, bool) or not isinstance(said, Real | Decimal):
+        raise UserError(f"{expected}; this one gave {type(said).__name__}")
+    return float(said)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from ..settings.train import TrainSettings
 from .report import StepLine
 from .steps.metrics import StepMetrics
 from .steps.objective import Correction
+from .steps.values import Measured
 
 
 def correction_of(settings: TrainSettings, manifest: StepManifest, groups: Sequence[Group]) -> Correction:
@@ -71,6 +72,14 @@ def require_finite(metrics: StepMetrics, step: int) -> None:
         raise UserError(
             f"the gradient of step {step} is not finite, so nothing was saved: lower --learning-rate, or "
             "look at the step's manifest for odd rewards"
+        )
+
+
+def require_finite_critic(taught: Measured, step: int) -> None:
+    if not (math.isfinite(taught.loss) and math.isfinite(taught.grad_norm)):
+        raise UserError(
+            f"the critic's loss or gradient of step {step} is not finite, so nothing was saved: lower "
+            "critic_learning_rate, or look at the step's manifest for odd rewards"
         )
 
 

@@ -36,6 +36,7 @@ from .step_figures import (
     lags_behind,
     measured,
     require_finite,
+    require_finite_critic,
     rounding_notice,
     timed,
 )
@@ -183,6 +184,7 @@ class StepLoop:
         taught = planned.known.teach(self._critic, self._plans.planner, planned.groups)
         if taught is None:
             return line
+        require_finite_critic(taught, line.step)
         return replace(
             line,
             critic_loss=taught.loss,

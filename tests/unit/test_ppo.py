@@ -139,6 +139,18 @@ def test_groups_without_variance_teach_too(log: Database, model_folder: Path) ->
     assert line["episodes_excluded"] == {"no_variance:equal_advantages": 2}
 
 
+@pytest.mark.parametrize("rewards", [[1e100, -1e100], [1e100, 1e100]])
+def test_a_critic_that_is_not_finite_is_not_saved(log: Database, model_folder: Path, rewards: list) -> None:
+    play_group(log, tiny_models.qwen3(), "t0", rewards)
+    chosen = settings(log, model_folder, max_steps=1)
+    with pytest.raises(UserError, match="critic's loss or gradient of step 0 is not finite, so nothing"):
+        train(chosen)
+    (folder,) = chosen.output.iterdir()
+    assert not list(folder.rglob("critic.pt"))
+    assert not list(folder.rglob("state.pt"))
+    assert not list((folder / "versions").iterdir())
+
+
 def test_warm_up_teaches_the_critic_alone(log: Database, model_folder: Path) -> None:
     for i in range(4):
         play_group(log, tiny_models.qwen3(), f"t{i}", [1.0, 0.0])

@@ -6,9 +6,11 @@ import pytest
 from fakes.episodes import judged, judged_group, played
 
 from lightning_rl.errors import UserError
+from lightning_rl.trainer.credit import hgpo
 from lightning_rl.trainer.credit.base import CreditContext, JudgedGroup, PastEpisode
 from lightning_rl.trainer.credit.compare import why_no_comparison
 from lightning_rl.trainer.credit.registry import configure
+from lightning_rl.trainer.credit.states import contexts
 from lightning_rl.trainer.credit.step_gae import StepGaeOptions, value_targets
 from lightning_rl.trainer.reasons import Reason
 
@@ -190,6 +192,35 @@ def test_hgpo_of_depth_nought_is_the_state_alone_and_alpha_weighs():
     assert found["a-c1"] == pytest.approx(1 / 3)
     even = advantages("hgpo depth=1 alpha=0 gamma=0.5 std=none", judged_group(*HGPO))
     assert even["a-c1"] == pytest.approx((1 / 3 + 0.25) / 2)
+
+
+def test_hgpo_ends_its_levels_with_the_longest_episode():
+    # depth 2 tells all apart that any depth can: what would follow weighs with it. (b,a) is kept to the end.
+    group = judged_group(*HGPO)
+    found = advantages("hgpo depth=9 gamma=0.5 std=none", group)
+    assert found["a-c1"] == pytest.approx((1 / 3 + (sum(range(2, 11))) * 0.25) / sum(range(1, 11)))
+    assert found["c-c2"] == pytest.approx(-0.5)
+    assert found["b-c2"] == Reason.NO_SHARED_STATE
+    far = advantages("hgpo depth=100000 gamma=0.5 std=none", group)
+    assert far["a-c1"] == pytest.approx(0.25, rel=1e-6)
+
+
+def test_hgpo_builds_no_deeper_level_than_there_are_steps(monkeypatch):
+    depths = []
+
+    def counted(states, depth):
+        depths.append(depth)
+        return contexts(states, depth)
+
+    monkeypatch.setattr(hgpo, "contexts", counted)
+    advantages("hgpo depth=20000", judged_group(*HGPO))
+    assert max(depths) <= 2
+
+
+def test_hgpo_bears_weights_beyond_any_float():
+    found = advantages("hgpo depth=1 alpha=100000 gamma=0.5 std=none", judged_group(*HGPO))
+    assert found["a-c1"] == pytest.approx(0.25)  # the finest group alone
+    assert found["c-c1"] == pytest.approx(-1 / 6)  # met at depth 0 only
 
 
 def test_hgpo_with_an_episode_weight_leaves_no_step_out():

@@ -103,9 +103,10 @@ class CreditContext:
 
 
 class RuleOptions(BaseModel):
-    """Base of a rule's options: an unknown or ill-typed one is an error. People read the descriptions."""
+    """Base of a rule's options: an unknown, ill-typed or infinite one is an error. People read the
+    descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 OptionsT = TypeVar("OptionsT", bound=RuleOptions)

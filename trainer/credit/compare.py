@@ -20,6 +20,9 @@ from .base import JudgedGroup, RuleOptions, value_of
 EQUAL_WITHIN = 1e-9
 """Rewards that differ by less than this, relative to their size, are one reward averaged in another order."""
 
+MOST_EPS = 1e6
+"""Beyond this no reward of any use is left of an advantage."""
+
 Deviation = Literal["sample", "population", "none"]
 
 
@@ -29,7 +32,7 @@ class GroupOptions(RuleOptions):
     std: Deviation = Field(
         "sample", description="Divide by the sample (n - 1) or population deviation, or not at all."
     )
-    eps: float = Field(0.0, ge=0, description="Added to the deviation (TRL: 1e-4, verl: 1e-6).")
+    eps: float = Field(0.0, ge=0, le=MOST_EPS, description="Added to the deviation (TRL: 1e-4, verl: 1e-6).")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -8,7 +8,9 @@ Paper: Hierarchy-of-Groups Policy Optimization (arXiv 2602.22817).
     w_d       = (d + 1)^alpha
     A_{e,k}   = episode_weight * A^E_e + sum_d w_d A^d_{e,k} / sum_d w_d     over the d whose group is kept
 
-A group at depth d is kept where its steps come from two episodes at least; all its G equal: A^d = 0.
+A group at depth d is kept where its steps come from two episodes at least; all its G equal: A^d = 0. From the
+longest episode's first step on no depth can tell steps apart that the one before could not: the levels end
+there, and the last one weighs for all that would follow.
 
 Departures:
 - States, and the two episodes, as in gigpo.
@@ -20,7 +22,9 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -37,14 +41,19 @@ from .base import (
 )
 from .compare import GroupOptions, group_advantages
 from .gigpo import Place, totals_and_returns, within_states
-from .states import StateOptions, contexts, states_of
+from .states import State, StateOptions, contexts, states_of
 from .steps import comparable, reads_calls
+
+MOST_DEPTH = 100_000
+"""Calls of an episode that nobody has seen; the sum of weights is still taken in no time."""
 
 
 class HgpoOptions(StateOptions, GroupOptions):
     """HGPO's hierarchy."""
 
-    depth: int = Field(2, ge=0, description="States of the past that the finest groups agree in (K).")
+    depth: int = Field(
+        2, ge=0, le=MOST_DEPTH, description="States of the past that the finest groups agree in (K)."
+    )
     alpha: float = Field(1.0, ge=0, description="How much more finer groups weigh: (d + 1) ^ alpha.")
     episode_weight: float = Field(0.0, ge=0, description="Weight of the episode's own advantage.")
 
@@ -61,16 +70,13 @@ def hgpo(groups: Sequence[JudgedGroup], options: HgpoOptions, _: CreditContext) 
                 credits |= same_for_all(judged, Credit(None, of_episode))
             continue
         states = {judged.episode.id: states_of(judged, options.state) for judged in present}
-        levels = [
-            within_states(returns, {name: contexts(of, depth) for name, of in states.items()}, options)
-            for depth in range(options.depth + 1)
-        ]
+        levels = _Levels.of(returns, states, options)
         for judged in present:
             name = judged.episode.id
             episode = 0.0 if isinstance(of_episode, Reason) else options.episode_weight * of_episode[name]
             found = []
             for number in range(len(judged.steps())):
-                step = _weighted(levels, (name, number), options.alpha)
+                step = levels.weighted((name, number))
                 total = episode + (step or 0.0)
                 if isinstance(of_episode, Reason) and not total:
                     found.append(Credit(None, of_episode))
@@ -82,13 +88,49 @@ def hgpo(groups: Sequence[JudgedGroup], options: HgpoOptions, _: CreditContext) 
     return credits
 
 
-def _weighted(levels: Sequence[dict[Place, float]], place: Place, alpha: float) -> float | None:
-    """None where no depth has a group for the step."""
-    kept = [((depth + 1) ** alpha, level[place]) for depth, level in enumerate(levels) if place in level]
-    if not kept:
-        return None
-    total: float = sum(weight * advantage for weight, advantage in kept)
-    return total / float(sum(weight for weight, _ in kept))
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """A^d by depth. A step has one at every depth up to its deepest: finer groups are parts of coarser."""
+
+    levels: Sequence[Mapping[Place, float]]
+    last: int  # the depth from which on every level is the same
+    options: HgpoOptions
+    _weights: dict[int, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        returns: Mapping[str, Sequence[float]],
+        states: Mapping[str, Sequence[State]],
+        options: HgpoOptions,
+    ) -> _Levels:
+        longest = max((len(of) for of in states.values()), default=0)
+        last = min(options.depth, max(longest - 1, 0))
+        levels: list[Mapping[Place, float]] = []
+        for depth in range(last + 1):
+            known = {name: contexts(of, depth) for name, of in states.items()}
+            level = within_states(returns, known, options)
+            if not level:
+                break
+            levels.append(level)
+        return cls(levels, last, options)
+
+    def weighted(self, place: Place) -> float | None:
+        """None where no depth has a group for the step."""
+        kept = [level[place] for level in self.levels if place in level]
+        if not kept:
+            return None
+        weights = self._of_depths(len(kept) - 1)
+        total = math.fsum(weight * advantage for weight, advantage in zip(weights, kept, strict=True))
+        return total / math.fsum(weights)
+
+    def _of_depths(self, deepest: int) -> list[float]:
+        """w_0 .. w_deepest over the largest of them: none overflows, and their quotients stay."""
+        if deepest not in self._weights:
+            largest = self.options.depth if deepest == self.last else deepest
+            weights = [((d + 1) / (largest + 1)) ** self.options.alpha for d in range(largest + 1)]
+            self._weights[deepest] = [*weights[:deepest], math.fsum(weights[deepest:])]
+        return self._weights[deepest]
 
 
 RULE = CreditRule(

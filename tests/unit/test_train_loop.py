@@ -493,13 +493,13 @@ def test_the_run_trains_what_the_dry_run_wrote(log, model_folder, tmp_path):
     wanted = [ordered(step.manifest) for step in plan.steps]
     by_itself = train(settings(log, model_folder, **(chosen | {"manifests": None})))
     assert manifests(by_itself) == wanted
-    as_written = train(settings(log, model_folder, manifests=tmp_path / "plan", credit="rloo"))
+    as_written = train(settings(log, model_folder, **(chosen | {"credit": "turn_discount gamma=0.9"})))
     assert manifests(as_written) == wanted
     assert as_written.steps_trained == by_itself.steps_trained == 2
     with sqlite3.connect(log.url.removeprefix("sqlite:///")) as raw:
         stored = raw.execute("select settings from runs where id = ?", (as_written.run_id,)).fetchone()[0]
     raw.close()
-    assert json.loads(stored)["credit"]["rule"] == "turn_discount"  # what decided it, not what was said now
+    assert json.loads(stored)["credit"]["gamma"] == 0.9  # what decided it, in full
 
 
 def test_a_written_plan_that_does_not_fit_is_refused(log, model_folder, tmp_path):
@@ -514,6 +514,28 @@ def test_a_written_plan_that_does_not_fit_is_refused(log, model_folder, tmp_path
         train(chosen)
     with pytest.raises(UserError, match="can't --watch"):
         train(settings(log, model_folder, manifests=tmp_path / "plan", watch=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"credit": "rloo"}, "planned with credit = {'rule': 'grpo', .*, and rloo would change"),
+        ({"credit": "grpo eps=1"}, "and grpo eps=1 would change what it trains: leave credit out"),
+        ({"train_agents": ["writer"]}, r"planned with train_agents = \['a', 'b'\], and \['writer'\] would"),
+        ({"groups_per_step": 1}, "planned with groups_per_step = 2, and 1 would"),
+        ({"sources": {"human": 3}}, "planned with sources = {'human': 2.0}, and"),
+        ({"max_sequence_tokens": 9}, "planned with max_sequence_tokens = .*, and 9 would"),
+    ],
+)
+def test_what_a_written_plan_has_decided_is_not_said_otherwise(log, model_folder, tmp_path, said, message):
+    play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
+    decided = {"credit": "grpo", "train_agents": ["a", "b"], "sources": {"human": 2}}
+    dry_run(settings(log, model_folder, manifests=tmp_path / "plan", **decided))
+    with pytest.raises(SettingsError, match=message):
+        train(settings(log, model_folder, manifests=tmp_path / "plan", **said))
+    same = {"credit": {"rule": "grpo", "eps": 0}, "train_agents": ["b", "a"], "max_steps": 1}
+    with pytest.raises(NothingToTrainError):  # nobody is called a or b: the plan itself was taken
+        train(settings(log, model_folder, manifests=tmp_path / "plan", **same))
 
 
 def test_another_model_than_the_engine_s_is_said_once(log, model_folder, tmp_path, capsys):

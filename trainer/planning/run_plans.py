@@ -17,6 +17,7 @@ from ...settings.train import TrainSettings
 from ...store.database import Database
 from ...store.read import load_groups
 from ...store.runs import WrittenStep, episodes_of, load_manifest
+from ..credit.registry import configure
 from ..place import RunPlace
 from ..reasons import Reason
 from ..steps.values import StepValues, Valuer
@@ -160,6 +161,7 @@ class RunPlans:
                 f"run starts from version {self._start_version}: write the dry run anew, or pass --from-base "
                 "to both"
             )
+        _require_as_planned(plan, self._settings)
         return plan
 
     def _groups(self, report: Teller) -> Iterator[list[Group]]:
@@ -173,3 +175,20 @@ class RunPlans:
                 self.while_waiting()
 
         return self._source.as_they_come(on_wait)
+
+
+def _require_as_planned(plan: WrittenPlan, settings: TrainSettings) -> None:
+    """SettingsError where something was said now that the plan has decided otherwise. `max_steps` still ends
+    the run earlier."""
+    said = settings.model_dump(mode="json")
+    for name in sorted(settings.model_fields_set & set(plan.settings) - {"max_steps"}):
+        now, then = said[name], plan.settings[name]
+        if name == "credit":
+            now = configure(settings.credit).describe()
+        elif name == "train_agents":
+            now, then = sorted(now), sorted(then)
+        if now != then:
+            raise SettingsError(
+                f"{plan.folder} was planned with {name} = {then}, and {said[name]} would change what it "
+                f"trains: leave {name} out, or write the dry run anew"
+            )

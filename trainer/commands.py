@@ -272,12 +272,13 @@ def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> Non
     if explain is not None:
         typer.echo(f"\n{explain}: reward {found.reward_path}")
         print_table(EXPLAINED_TITLES, list(explained_rows(found)))
-    if not any(step.trains for step in found.plan.steps):
+    of_steps = count_words(len(found.plan.steps), "step")
+    typer.echo(f"\nmanifests of {of_steps} in {found.plan.folder}")
+    if any(step.trains for step in found.plan.steps):
+        typer.echo(f"train exactly these:\n  {found.command()}")
+    else:
         agents = ", ".join(map(repr, settings.train_agents))
         named = f" (calls of agent {agents} only)" if agents else ""
         typer.echo(f"\nnothing would be trained{named}; the table above says why", err=True)
-    of_steps = count_words(len(found.plan.steps), "step")
-    typer.echo(f"\nmanifests of {of_steps} in {found.plan.folder}; train exactly these:")
-    typer.echo(f"  lightning train --manifests {found.plan.folder} --model FOLDER --db {found.shown_db}")
     if found.files == "jsonl":
         typer.echo("written as JSON lines; for Parquet: pip install 'lightning-rl[parquet]'", err=True)

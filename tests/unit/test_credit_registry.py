@@ -53,6 +53,8 @@ def test_what_is_read_and_how_many_it_takes():
         ("gigpo omega=Infinity", r"credit\.omega: .*finite"),
         ("lightning eps=1e308", r"credit\.eps: .*less than or equal to 1000000"),
         ("hgpo depth=100001", r"credit\.depth: .*less than or equal to 100000"),
+        ("grpo rule=rloo", r"credit 'grpo rule=rloo': the rule is the first word; leave 'rule=rloo' out"),
+        ("gigpo omega=1 omega=2", r"omega is said twice; leave 'omega=2' out"),
         ("gigpo omega", r"write options as NAME=VALUE, not 'omega'"),
         ({"rule": 3}, r"credit\.rule must be a rule's name, not 3"),
         ({"agents": "w"}, r"credit\.agents must be a table"),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lightning_rl.cli import app
 from lightning_rl.errors import NothingToTrainError, SettingsError, UserError
-from lightning_rl.records import CallKind, Quarantine, now_ms
+from lightning_rl.records import CallKind, Purpose, Quarantine, now_ms
 from lightning_rl.settings.train import DryRunSettings
 from lightning_rl.store.append import append_entries, create_episode
 from lightning_rl.store.database import Database
@@ -159,18 +159,38 @@ def test_the_command_prints_a_table_and_explains(log, tmp_path):
     )
 
 
+def test_the_printed_command_starts_where_the_plan_does(log, tmp_path):
+    play(log, "t0", [1.0, 0.0])
+    folder = str(tmp_path / "my plan")
+    arguments = ("--db", log.url, "--manifests", folder, "--max-steps", "1")
+    base = run(*arguments, "--from-base").stdout
+    assert f"lightning train --manifests '{folder}' --model FOLDER --from-base --db {log.url}" in base
+    assert "--from-base" not in run(*arguments).stdout
+
+
+def test_large_numbers_stay_short(log, tmp_path):
+    play(log, "t0", [1e100, -1e100])
+    shown = run("--db", log.url, "--manifests", str(tmp_path / "p"), "--credit", "dr_grpo").stdout
+    assert "1e+100" in shown
+    assert "00000000" not in shown
+
+
 def test_it_says_why_an_episode_is_in_no_step(log):
     play(log, "t0", [1.0, 0.0])
     with log.write() as conn:
         create_episode(conn, episode_id="running", task_id="t9", batch="b")
         append_entries(conn, [intent("c9", "running", task="t9", batch="b"), end("c9")])
         append_entries(conn, [intent("c8", "alone"), end("c8")])
+        create_episode(conn, episode_id="exam", task_id="t8", batch="b", purpose=Purpose.EVAL)
+        append_entries(conn, [intent("c7", "exam", task="t8", batch="b"), end("c7")])
+        end_episode(conn, "exam", by="api")
     whys = {
         name: {row.why for row in dry_run(settings(log), explain=name).explained}
-        for name in ("running", "alone")
+        for name in ("running", "alone", "exam")
     }
     assert whys == {
         "running": {"episode running of its group has not ended"},
+        "exam": {"the episode was made for evaluation"},
         "alone": {"the episode has no task, so it is in no group (X-Lightning-Task)"},
     }
     with pytest.raises(UserError, match="'nobody' is no episode of the log"):
@@ -185,6 +205,9 @@ def test_mistakes_are_one_line(log, tmp_path):
         dry_run(settings(log, watch=True))
     with pytest.raises(SettingsError, match="reads a critic's values"):
         dry_run(settings(log, credit="step_gae"))
+    own = {"rule": "grpo", "agents": {"writer": {"rule": "step_gae"}}}
+    with pytest.raises(SettingsError, match="the credit rule 'step_gae' of agent 'writer' reads"):
+        dry_run(settings(log, credit=own))
     with pytest.raises(SettingsError, match="--from-base and --max-staleness"):
         dry_run(settings(log, from_base=True, max_staleness=1))
     (tmp_path / "mine").mkdir()
@@ -207,6 +230,7 @@ def test_agents_that_made_no_call_train_nothing_and_that_is_told(log, tmp_path):
     assert told.exit_code == 0
     assert "nothing would be trained (calls of agent 'nobody' only)" in told.stderr
     assert "manifests of 1 step in" in told.stdout
+    assert "train exactly these" not in told.stdout
     assert "nothing would" not in run(*arguments, "--train-agent", "a").stderr
 
 

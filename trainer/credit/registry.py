@@ -107,6 +107,15 @@ class Assignment:
     def reads(self) -> frozenset[Reads]:
         return frozenset().union(*(own.rule.reads(own.options) for own in self._all()))
 
+    def first_reading(self, what: Reads) -> str | None:
+        """The first rule that reads it, as people know it; None: none does."""
+        if what in self.default.rule.reads(self.default.options):
+            return repr(self.default.rule.name)
+        for agent, own in self.agents.items():
+            if what in own.rule.reads(own.options):
+                return f"{own.rule.name!r} of agent {agent!r}"
+        return None
+
     @property
     def fewest_episodes(self) -> int:
         return min(own.rule.fewest_episodes for own in self._all())
@@ -187,6 +196,9 @@ def _said_in_words(setting: str) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not equals or not key:
             raise SettingsError(f"credit {setting!r}: write options as NAME=VALUE, not {option!r}")
+        if key in table:
+            twice = "the rule is the first word" if key == "rule" else f"{key} is said twice"
+            raise SettingsError(f"credit {setting!r}: {twice}; leave {option!r} out")
         try:
             table[key] = json.loads(value)
         except ValueError:

@@ -5,6 +5,7 @@ Plans with the same planner as the run, writes the manifests and says what is tr
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from ...store.database import Database
 from ...store.policies import live_version, next_version
 from ...store.read import load_episodes, load_groups
 from ...store.rewards import resolve
-from ..reasons import in_words
+from ..reasons import Reason, in_words
 from .manifest_files import FileKind, WrittenPlan, file_kind, write_plan
 from .plan import StepPlan
 from .planner import Planner
@@ -63,6 +64,14 @@ class DryRun:
     explained: tuple[ExplainedChoice, ...]
     reward_path: str | None  # of the explained episode
     shown_db: str
+
+    def command(self) -> str:
+        """That trains exactly what was written."""
+        plan = self.plan
+        words = ["lightning", "train", "--manifests", str(plan.folder), "--model", "FOLDER"]
+        words += ["--policy", plan.policy] if plan.policy != "policy" else []
+        words += ["--from-base"] if plan.start_from_base else []
+        return shlex.join([*words, "--db", self.shown_db])
 
     def as_json(self) -> dict[str, Any]:
         trained = [step for step in self.plan.steps if step.trains]
@@ -122,10 +131,9 @@ def plan_steps(
     planner: Planner, settings: TrainSettings, on_step: Callable[[int], None] = lambda _: None
 ) -> tuple[int, list[StepPlan]]:
     """The version that the run starts from, and its steps: the numbers of versions go on as a run's do."""
-    if "values" in planner.settings.credit.reads:
+    if (rule := planner.settings.credit.first_reading("values")) is not None:
         raise SettingsError(
-            f"the credit rule {planner.settings.credit.default.rule.name!r} reads a critic's values, which "
-            "only a run has; plan with another rule"
+            f"the credit rule {rule} reads a critic's values, which only a run has; plan with another rule"
         )
     with planner.database.read() as conn:
         live = live_version(conn, settings.policy)
@@ -179,7 +187,8 @@ def _explain(
                 f"{name!r} is no episode of the log, and no call of a planned step; give an episode's name"
             ) from None
         group = load_groups(conn, [episode.group_id])[0] if episode.group_id else None
-    nowhere = _why_nowhere(episode, group, plan)
+    is_made_to_train = episode.purpose is Purpose.TRAIN
+    nowhere = _why_nowhere(episode, group, plan) if is_made_to_train else in_words(Reason.EVALUATION)
     choices = tuple(
         _explained(episode, call, choice.index, rows.get((call.id, choice.index)), nowhere)
         for call in episode.calls
@@ -243,9 +252,9 @@ def table_rows(plan: WrittenPlan) -> Iterator[Sequence[str]]:
             f"{counts.episodes_trained}/{counts.episodes}",
             f"{counts.choices_trained}/{counts.choices}",
             str(counts.trained_tokens),
-            "-" if counts.reward_mean is None else f"{counts.reward_mean:.3f}",
-            f"{sum(given) / len(given):.3f}" if given else "-",
-            f"{max(given):.3f}" if given else "-",
+            "-" if counts.reward_mean is None else _short(counts.reward_mean),
+            _short(sum(given) / len(given)) if given else "-",
+            _short(max(given)) if given else "-",
             _said(counts.episodes_excluded),
         )
 
@@ -261,13 +270,17 @@ def explained_rows(found: DryRun) -> Iterator[Sequence[str]]:
             row.agent or "",
             str(row.choice_index),
             "-" if row.step is None else str(row.step),
-            "-" if row.advantage is None else f"{row.advantage:+.4f}",
+            "-" if row.advantage is None else _short(row.advantage, "+.4f"),
             f"{row.multiplier:.3g}",
             row.why if row.reason is None else f"{row.reason}: {row.why}",
         )
 
 
 TITLES = ("step", "from", "groups", "episodes", "choices", "tokens", "reward", "|A| mean", "max", "left out")
+
+
+def _short(number: float, form: str = ".3f") -> str:
+    return f"{number:{form}}" if abs(number) < 1e6 else f"{number:.4g}"
 
 
 def _said(excluded: Mapping[str, int]) -> str:

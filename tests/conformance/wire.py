@@ -30,7 +30,7 @@ class Question:
         return b"".join(self.pieces)
 
     def head(self, prefix: str = "", more: Pairs = ()) -> bytes:
-        lines = [f"{self.method} {prefix}{self.target} ".encode() + self.version, b"Host: engine.example"]
+        lines = [f"{self.method} {prefix}{self.target} ".encode() + self.version, b"Host: engine.internal"]
         lines += [name + b": " + value for name, value in (*self.headers, *more)]
         if self.expects:
             lines.append(b"Expect: 100-continue")

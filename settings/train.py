@@ -13,6 +13,13 @@ from .layers import Layered, db_field, listed
 _FILL = r"fill=-?[0-9]+(\.[0-9]+)?"
 
 
+def _rule(value: Any) -> Any:
+    """One sentence, where each half of the union would say its own."""
+    if not isinstance(value, str | dict):
+        raise ValueError('write a rule\'s name ("gigpo omega=0.5") or a table [credit]')
+    return value
+
+
 class TrainSettings(Layered):
     """What `lightning train` runs on."""
 
@@ -36,7 +43,7 @@ class TrainSettings(Layered):
         False,
         description="Start from the base model, with all episodes, even if the policy has a live version.",
     )
-    credit: str | dict[str, Any] = Field(
+    credit: Annotated[str | dict[str, Any], BeforeValidator(_rule)] = Field(
         "lightning",
         description="The rule that makes advantages of rewards: a name, a name with options "
         "(`gigpo omega=0.5`), or a table `[credit]` of `rule`, its options, and `agents` (docs/credit.md).",

@@ -261,6 +261,8 @@ def _dry_run(settings: TrainSettings, explain: str | None, as_json: bool) -> Non
         found = dry_run(
             settings, explain=explain, on_step=lambda done: status.update(f"planning: {done} steps")
         )
+    for notice in found.notices:
+        typer.echo(notice, err=True)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
         return

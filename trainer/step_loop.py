@@ -26,6 +26,7 @@ from .owner import Ownership
 from .place import RunPlace
 from .planning.plan import StepPlan, transitions
 from .planning.run_plans import Planned, RunPlans
+from .planning.unmet import Met
 from .report import RunReport, StepLine
 from .rest import EngineRest
 from .resume import Resumption
@@ -134,6 +135,8 @@ class StepLoop:
         write_manifest(self._place, plan, self._plans, self._settings)
         self._place.steps_planned += 1
         line = StepLine.counted(plan.counts, step=plan.manifest.step, from_version=self._place.version)
+        if plan.manifest.step == 0 and self._plans.written is None:
+            self._tell_of_unmet(planned)
         if not plan.trains:
             self._finish_empty(plan, self._teach(planned, line))
             return
@@ -175,6 +178,13 @@ class StepLoop:
             if notice is not None and kind not in self._warned_of:
                 self._report.message(notice)
                 self._warned_of.add(kind)
+
+    def _tell_of_unmet(self, planned: Planned) -> None:
+        """Once a run: its other steps may well have what the first one has not."""
+        met = Met()
+        met.add(planned.groups)
+        for notice in met.notices(self._plans.planner.settings, f"step {planned.plan.manifest.step}"):
+            self._report.message(notice)
 
     def _teach(self, planned: Planned, line: StepLine) -> StepLine:
         """The critic learns from every step, also from one that trains no policy."""

@@ -234,6 +234,27 @@ def test_agents_that_made_no_call_train_nothing_and_that_is_told(log, tmp_path):
     assert "nothing would" not in run(*arguments, "--train-agent", "a").stderr
 
 
+def test_names_that_nothing_bears_are_told_once(log, tmp_path):
+    play(log, "t0", [1.0, 0.0])
+    play(log, "t1", [1.0, 0.0])
+    file = tmp_path / "typos.toml"
+    file.write_text(
+        'train_agents = ["a", "planer"]\n[sources]\nhumna = 2\ntest = 1\n'
+        '[credit.agents.writr]\nrule = "rloo"\n'
+    )
+    arguments = ("--db", log.url, "--manifests", str(tmp_path / "p"), "--config", str(file))
+    told = run(*arguments)
+    assert told.exit_code == 0, told.output
+    expected = [
+        "no call is of agent 'writr' (credit.agents) in what was planned; there is: a",
+        "no call is of agent 'planer' (train_agents) in what was planned; there is: a",
+        "no reward is of source 'humna' (sources) in what was planned; there is: test",
+    ]
+    assert [line for line in told.stderr.splitlines() if line.startswith("no ")] == expected
+    assert json.loads(run(*arguments, "--json").stdout)["notices"] == expected
+    assert dry_run(settings(log, credit="rloo", train_agents=["a"], sources={"test": 2})).notices == ()
+
+
 @pytest.mark.slow
 def test_it_needs_no_torch(log, tmp_path):
     play(log, "t0", [1.0, 0.0])

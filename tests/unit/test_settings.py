@@ -63,6 +63,7 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path, text, says):
     [
         ('unrewarded = "maybe"', "'unrewarded': write skip, error or fill=NUMBER .got 'maybe'.$"),
         ("weights = 1", "'weights' must|'weights': must be 'lora' or 'full'"),
+        ("credit = 3", r"setting 'credit': write a rule's name .* or a table \[credit\] \(got 3\)$"),
         ("epochs = 0", "'epochs': must be at least 1"),
     ],
 )

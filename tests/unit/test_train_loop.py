@@ -538,6 +538,17 @@ def test_what_a_written_plan_has_decided_is_not_said_otherwise(log, model_folder
         train(settings(log, model_folder, manifests=tmp_path / "plan", **same))
 
 
+def test_a_name_that_nothing_bears_is_told_in_the_first_step_alone(log, model_folder, capsys):
+    for task in ("t0", "t1"):
+        play_group(log, tiny_models.qwen3(), task, [1.0, 0.0])
+    credit = {"rule": "grpo", "agents": {"writr": "rloo"}}
+    summary = train(settings(log, model_folder, groups_per_step=1, credit=credit, sources={"humna": 2}))
+    assert summary.steps_trained == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("no call is of agent 'writr' (credit.agents) in step 0") == 1
+    assert told.count("no reward is of source 'humna' (sources) in step 0") == 1
+
+
 def test_another_model_than_the_engine_s_is_said_once(log, model_folder, tmp_path, capsys):
     for task in ("t0", "t1"):
         play_group(log, tiny_models.qwen3(seed=5), task, [1.0, 0.0])

@@ -22,6 +22,7 @@ from ..reasons import Reason, in_words
 from .manifest_files import FileKind, WrittenPlan, file_kind, write_plan
 from .plan import StepPlan
 from .planner import Planner
+from .unmet import Met
 
 DECIDE = (
     "credit",
@@ -64,6 +65,7 @@ class DryRun:
     explained: tuple[ExplainedChoice, ...]
     reward_path: str | None  # of the explained episode
     shown_db: str
+    notices: tuple[str, ...] = ()  # for people: names in the settings that nothing bears
 
     def command(self) -> str:
         """That trains exactly what was written."""
@@ -94,6 +96,7 @@ class DryRun:
             "trained_tokens": sum(step.counts.trained_tokens for step in trained),
             "explained": [asdict(row) for row in self.explained],
             "reward_path": self.reward_path,
+            "notices": list(self.notices),
         }
 
 
@@ -108,7 +111,8 @@ def dry_run(
     try:
         run_id = new_id()
         planner = Planner.of(database, settings, run_id)
-        start, steps = plan_steps(planner, settings, on_step)
+        met = Met()
+        start, steps = plan_steps(planner, settings, met, on_step)
         if not steps:
             raise planner.source.nothing_ready()
         plan = WrittenPlan(
@@ -122,15 +126,17 @@ def dry_run(
         explained, path = _explain(database, plan, planner, explain) if explain is not None else ((), None)
         kind = file_kind()
         write_plan(plan, kind)
-        return DryRun(plan, kind, explained, path, database.shown_url)
+        notices = tuple(met.notices(planner.settings, "what was planned"))
+        return DryRun(plan, kind, explained, path, database.shown_url, notices)
     finally:
         database.close()
 
 
 def plan_steps(
-    planner: Planner, settings: TrainSettings, on_step: Callable[[int], None] = lambda _: None
+    planner: Planner, settings: TrainSettings, met: Met, on_step: Callable[[int], None] = lambda _: None
 ) -> tuple[int, list[StepPlan]]:
-    """The version that the run starts from, and its steps: the numbers of versions go on as a run's do."""
+    """The version that the run starts from, and its steps: the numbers of versions go on as a run's do.
+    `met` is told of every group."""
     if (rule := planner.settings.credit.first_reading("values")) is not None:
         raise SettingsError(
             f"the credit rule {rule} reads a critic's values, which only a run has; plan with another rule"
@@ -144,6 +150,7 @@ def plan_steps(
     for groups in planner.source.ready():
         step = planner.plan(groups, step=len(steps), from_version=version)
         steps.append(step)
+        met.add(groups)
         on_step(len(steps))
         if step.trains:
             version = max(following, version + 1)

@@ -26,6 +26,7 @@ from .owner import lives, where
 from .place import RunPlace
 from .planning.planner import plan_settings
 from .planning.run_plans import Unfinished
+from .run_folder import require_no_further
 from .steps import models
 
 LATEST = "latest"
@@ -86,6 +87,7 @@ def resumption(database: Database, run: OwnedRun, given: TrainSettings) -> Resum
     with database.read() as conn:
         steps = steps_of(conn, run.id)
         finished = [step for step in steps if step.trained_at_ms is not None]
+        require_no_further(folder, run.id, len(finished))
         made = [step.to_version for step in finished if step.to_version is not None]
         assert run.start_version is not None, "find has looked"
         version = made[-1] if made else run.start_version

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..settings.train import TrainSettings
+from ..store.commands.tables import count_words
 from .place import RunPlace
 from .planning.dry_run import decisive_settings
 from .planning.manifest_files import WrittenPlan, file_kind, step_folder, write_over
@@ -43,6 +45,17 @@ def write_run(
         os.replace(partial, place.folder / RUN)
     except OSError as error:
         raise UserError(f"can't write {place.folder / RUN}: {error.strerror}; set --output") from None
+
+
+def require_no_further(folder: Path, run_id: str, num_finished: int) -> None:
+    """UserError where the folder has steps that the log knows nothing of: it went on with another copy of the
+    log, and this one would write over them. One step more is what an interruption leaves."""
+    beyond = step_folder(folder / MANIFESTS, num_finished + 1)
+    if beyond.exists():
+        raise UserError(
+            f"run {run_id} has gone further than this log, which knows {count_words(num_finished, 'step')} "
+            f"of it: there is {beyond}; resume it with the log that it went on with, or begin a new run"
+        )
 
 
 def write_manifest(place: RunPlace, plan: StepPlan, plans: RunPlans, settings: TrainSettings) -> None:

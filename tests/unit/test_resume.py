@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -440,6 +442,23 @@ def test_a_missing_checkpoint_is_named(own_log, model_folder, monkeypatch):
     (folder / "checkpoints" / "00000").rename(folder / "checkpoints" / "00001")
     with pytest.raises(UserError, match=rf"00001 is not step 1 of run {run}"):
         go_on(own_log)
+
+
+def test_a_copy_of_the_log_does_not_write_over_what_the_run_has_done_since(
+    own_log, model_folder, monkeypatch, tmp_path
+):
+    run = dies(own_log, model_folder, monkeypatch, at_call=2)
+    buried(own_log, run)
+    file = Path(own_log.url.removeprefix("sqlite:///"))
+    folder = file.parent / "runs" / run
+    with closing(sqlite3.connect(file)) as log, closing(sqlite3.connect(tmp_path / "copy.db")) as other:
+        log.backup(other)
+    assert go_on(own_log, run).steps_trained == GROUPS - 1
+    had = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    copy = ResumeSettings.load(None, db=f"sqlite:///{tmp_path}/copy.db")
+    with pytest.raises(UserError, match=rf"run {run} has gone further .* 1 step of it: there is .*00002; "):
+        train(copy, resume=run)
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == had
 
 
 @pytest.mark.slow

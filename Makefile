@@ -85,11 +85,11 @@ $(LITELLM)/.installed: bench/proxy/litellm.txt
 bench-store: | $(INSTALLED) postgres ## how large the log is, what it stands, how fast a million calls are; about 8 minutes
 	$(BIN)/python bench/store/bench.py $(BENCH_FLAGS)
 
-bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PPO beside GRPO on a real engine; about an hour
+bench-credit: | $(INSTALLED) ## credit rules against formulas and each other, PPO beside GRPO on a real engine; about half an hour
 	@$(MAKE) --no-print-directory model
 	$(BIN)/python bench/credit/run.py --model $(MODEL) $(BENCH_FLAGS)
 
-bench-trainer: | $(INSTALLED) ## one step over the same calls by stock TRL, padded, merged and as a prefix tree; about 10 minutes; BENCH_FLAGS="--device cuda --write" on a GPU
+bench-trainer: | $(INSTALLED) ## one step over the same calls by stock TRL, padded, merged and as a prefix tree; about a quarter of an hour; BENCH_FLAGS="--device cuda --write" on a GPU
 	$(BIN)/python bench/trainer/run.py $(BENCH_FLAGS)
 
 bench-staleness: | $(INSTALLED) ## gradients from older episodes against the true one, corrected and not; about a minute

@@ -264,6 +264,7 @@ def test_a_version_that_fails_never_serves_anybody_else(tmp_path: Path, kind: We
     run(world, scenario)
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_end_rejects(tmp_path: Path) -> None:
     world = World(tmp_path, "print('thinking', flush=True)\nimport time; time.sleep(600)", timeout_sec=1.5)
 

@@ -236,6 +236,7 @@ def test_a_run_with_everything_on(tmp_path: Path, model_folder: Path, weights: s
     assert first["call_tokens_per_sec"] > first["unique_tokens_per_sec"] > 0
 
 
+@pytest.mark.slow
 def test_epochs_move_further(tmp_path: Path, model_folder: Path) -> None:
     moved = {}
     for epochs in (1, 3):

@@ -401,6 +401,7 @@ def test_latest_begins_a_run_where_there_is_none(own_log, model_folder):
     assert (summary.status, summary.steps_trained) == ("finished", GROUPS - 1)
 
 
+@pytest.mark.slow
 def test_settings_that_would_change_what_is_trained_are_refused(own_log, model_folder, monkeypatch):
     run = dies(own_log, model_folder, monkeypatch)
     buried(own_log, run)
@@ -444,6 +445,7 @@ def test_a_missing_checkpoint_is_named(own_log, model_folder, monkeypatch):
         go_on(own_log)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_log_does_not_write_over_what_the_run_has_done_since(
     own_log, model_folder, monkeypatch, tmp_path
 ):

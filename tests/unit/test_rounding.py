@@ -52,6 +52,7 @@ def moved_share(weights: str, dtype: torch.dtype, learning_rate: float, folder: 
     return trainer.metrics.rounded_away, unmoved / pulled
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_small_for_bfloat16_is_counted(tmp_path: Path) -> None:
     watched, counted = moved_share("full", torch.bfloat16, 1e-6, tmp_path)
     assert watched == pytest.approx(counted)  # every tensor is smaller than the sample
@@ -70,6 +71,7 @@ def test_a_sample_of_larger_tensors_says_about_the_same(
     assert watched == pytest.approx(counted, abs=0.1)
 
 
+@pytest.mark.slow
 def test_full_precision_is_watched_only_where_bfloat16_is_served(tmp_path: Path) -> None:
     assert moved_share("full", torch.float32, 1e-6, tmp_path)[0] is None
     watched, counted = moved_share("full", torch.float32, 1e-6, tmp_path, served_as_bfloat16=True)

@@ -245,6 +245,7 @@ def test_without_the_library_the_table_comes_and_a_word_of_what_to_install(log, 
     assert "needs matplotlib: pip install 'lightning-rl[plot]'" in fault("show", "--png", "a.png")
 
 
+@pytest.mark.slow
 def test_pictures(log, tmp_path):
     pytest.importorskip("matplotlib")
     played(log, "aa1", [0.25, 0.5])

@@ -71,6 +71,7 @@ def test_the_folder_holds_what_the_database_does(log, model_folder):
     assert third.steps[0].counts == written.steps[2].counts
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_manifests_of_another_again(log, model_folder):
     first = train(settings(log, model_folder))
     again = train(settings(log, model_folder, manifests=first.folder / "manifests"))

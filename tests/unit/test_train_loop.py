@@ -82,6 +82,7 @@ def weights_of(model) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+@pytest.mark.slow
 def test_two_steps_of_full_weights(log, model_folder):
     model = tiny_models.qwen3()
     for i in range(3):
@@ -245,6 +246,7 @@ def publish_next(url: str, number: int, status: VersionStatus = VersionStatus.LI
     database.close()
 
 
+@pytest.mark.slow
 def test_a_version_that_nobody_publishes_says_so(log, model_folder):
     play_group(log, tiny_models.qwen3(), "t0", [1.0, 0.0])
     chosen = settings(log, model_folder, publish=True, publish_timeout_sec=0.2)
@@ -384,6 +386,7 @@ def test_a_model_folder_that_will_not_do(log, tmp_path, break_it, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_than_the_engines(log, model_folder):
     right = tokenizer_probe(tiny_models.tokenizer()(PROBE_TEXT, add_special_tokens=False)["input_ids"])
     for number, (probe, fits) in enumerate([(right, True), (None, True), ("0" * 32, False)]):
@@ -549,6 +552,7 @@ def test_a_name_that_nothing_bears_is_told_in_the_first_step_alone(log, model_fo
     assert told.count("no reward is of source 'humna' (sources) in step 0") == 1
 
 
+@pytest.mark.slow
 def test_another_model_than_the_engine_s_is_said_once(log, model_folder, tmp_path, capsys):
     for task in ("t0", "t1"):
         play_group(log, tiny_models.qwen3(seed=5), task, [1.0, 0.0])

@@ -54,6 +54,7 @@ class Translator:
     ) -> None:
         self._vendors = vendors
         self._command = command
+        self.start_timeout_sec = START_TIMEOUT_SEC
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -112,7 +113,7 @@ class Translator:
             return
         try:
             line = await asyncio.wait_for(
-                asyncio.to_thread(_introduce, self._process, start_up), START_TIMEOUT_SEC
+                asyncio.to_thread(_introduce, self._process, start_up), self.start_timeout_sec
             )
         except TimeoutError:
             self._process.kill()  # else whoever reads what it says would never be done

@@ -14,7 +14,6 @@ import pytest
 from fakes import slow_translator
 from fakes.waiting import until
 
-from lightning_rl.proxy.dialects import translator as translator_module
 from lightning_rl.proxy.dialects.translator import Translator, TranslatorError
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -90,15 +89,15 @@ def test_the_proxy_s_end_breaks_a_start_off(tmp_path: Path) -> None:
 
 
 def test_one_that_does_not_get_ready_in_time_is_ended_and_the_next_call_starts_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     async def work(translator: Translator) -> None:
-        monkeypatch.setattr(translator_module, "START_TIMEOUT_SEC", 2.0)
+        translator.start_timeout_sec = 2.0
         with pytest.raises(TranslatorError):
             await status_of(translator)
         assert translator.pid is None
         assert not any(map(is_there, started(tmp_path)))
-        monkeypatch.setattr(translator_module, "START_TIMEOUT_SEC", 60.0)
+        translator.start_timeout_sec = 60.0
         may_start(tmp_path)
         assert await status_of(translator) == 200
 
